@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -39,16 +40,18 @@ _PARITY = TypeAdapter(tuple[TargetParity, ...])
 _STILL_VALID = {"device", "gain", "gain_skipped"}
 
 
-def make_key(job: Job, plan: RunPlan) -> str | None:
+def make_key(job: Job, plan: RunPlan, outputs: Any = None) -> str | None:
     """Returns a digest of everything that the bundle of a job depends on; None if it cannot be reused.
 
-    Runs the model once.
+    Args:
+        outputs: What the model returns for the traced inputs; by default, the model runs once.
     """
     if not (store.enabled() and _can_reuse(job, plan)):
         return None
     loaded, config = job.loaded, job.config
     try:
-        outputs = model_run.run(loaded.model, job.example)
+        if outputs is None:
+            outputs = model_run.run(loaded.model, job.example)
         objects = [keys.of_object(value) for value in ((loaded.model, loaded.constants), loaded.pretrained, outputs)]
         files, code = _digest_processor(job), code_of_model(loaded.model)
     except Exception:  # the model's code may raise anything, and its files may be unreadable; other steps report it
@@ -137,7 +140,7 @@ def restore(job: Job, draft: Path, progress: Progress, other_steps: Sequence[str
     if measured is None:
         progress.count.change(other_steps)
         return None
-    cache_hits = (f"the whole bundle, made {notes['date']}",)
+    cache_hits = (f"the whole bundle with its times, made {notes['date']}",)
     still_valid = measured.model_dump(mode="json", include=_STILL_VALID)
     write_measurements(draft, job, progress.seconds, {**still_valid, "cache_hits": cache_hits})
     return Result(

@@ -128,9 +128,9 @@ def load_job(plan: RunPlan, workspace: Path, progress: Progress) -> Job:
         loaded = steps.load_model(plan.config, plan.folder, workspace)
     with progress.step("inputs"):
         job = steps.prepare_inputs(plan, loaded, metrics, workspace)
-        if plan.config.tracking.enabled:
-            model_run.check_runs(job.loaded.model, job.example)
-        job = replace(job, reuse_key=reuse.make_key(job, plan))
+        is_tracked = plan.config.tracking.enabled
+        outputs = model_run.check_runs(job.loaded.model, job.example) if is_tracked else None
+        job = replace(job, reuse_key=reuse.make_key(job, plan, outputs))
     if plan.lock is not None:
         lockfile.check_model(plan.lock, job, plan.path)
     return job

@@ -39,17 +39,19 @@ def run(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
         return model(**copy.deepcopy(as_arguments(inputs)))
 
 
-def check_runs(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Checks that a model runs on its inputs; `trace` checks those of a graph, by name.
+def check_runs(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
+    """Checks that a model runs on its inputs, and returns its outputs.
+
+    The result is None for a graph, whose inputs `trace` checks by name.
 
     Raises:
         ModelError: The model's code raises an exception.
         TraceError: There is not enough memory.
     """
     if isinstance(model, fx.GraphModule):
-        return
+        return None
     try:
-        run(model, inputs)
+        return run(model, inputs)
     except OptexportError:  # a mistake in the config that the added processing finds
         raise
     except Exception as error:  # the model's code may raise anything
