@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import optexport
-from optexport._utils import forked
+from optexport._utils import forked, torch_settings
 from optexport.cache import exports
 from optexport.errors import ExportError
 from optexport.pipeline import export_ahead
@@ -57,6 +57,27 @@ def test_both_ways_write_the_same_bundle(tmp_path: Path, monkeypatch: pytest.Mon
     assert files(ahead.output) == files(plain.output)
     assert ahead.cache_hits == ()
     assert multiprocessing.active_children() == []
+
+
+def test_another_run_reuses_the_file_with_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTEXPORT_CACHE", str(tmp_path / "cache"))
+    with torch_settings.threads(2):  # the other process has one
+        all_formats = optexport.export(block(), INPUTS, tmp_path / "all")
+        onnx = optexport.export(block(), INPUTS, tmp_path / "onnx", formats=["onnx"])
+    assert "export onnx" in onnx.cache_hits
+    assert files(onnx.output)["model.onnx"] == files(all_formats.output)["model.onnx"]
+
+
+def test_no_file_is_reused_whose_constants_may_depend_on_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTEXPORT_CACHE", str(tmp_path / "cache"))
+    hits = []
+    for index, number in enumerate([1, 2, 1]):
+        with torch_settings.threads(number):
+            result = optexport.export(block(), INPUTS, tmp_path / str(index), formats=["torchscript"])
+        hits.append("export torchscript" in result.cache_hits)
+    assert hits == [False, False, True]
 
 
 def test_a_dead_process_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
