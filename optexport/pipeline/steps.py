@@ -31,7 +31,12 @@ from optexport.parity.cases import data_batches, size_probe
 from optexport.parity.cases.basic_cases import make_cases
 from optexport.parity.cases.branch_cases import branch_cases
 from optexport.parity.cases.special_values import special_cases
-from optexport.parity.cases.vocabulary import attention_masks, has_value_dependent_sizes, vocabularies
+from optexport.parity.cases.vocabulary import (
+    attention_masks,
+    describe_unchecked_ids,
+    has_value_dependent_sizes,
+    vocabularies,
+)
 from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import Metric
 from optexport.parity.reference import Call, Reference, repeated_runner
@@ -218,6 +223,7 @@ def run_reference(traced: TracedJob, more_sizes: Sequence[dict[str, int]] = ()) 
 def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Reference:
     """Runs the original on all cases; the effort decides their number."""
     job, signature, effort = traced.job, traced.signature, traced.job.config.parity.effort
+    declared = job.config.inputs.tensors or {}
     checked_cases = make_cases(
         job.example, job.user_batches, signature, [*traced.trace.suspect_sizes, *more_sizes], effort
     )
@@ -226,7 +232,7 @@ def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Refer
         traced.vocabularies,
         effort,
         job.config.parity.seed,
-        declared=job.config.inputs.tensors or {},
+        declared=declared,
         attention_masks=attention_masks(traced.graph_module, signature),
         has_value_dependent_sizes=has_value_dependent_sizes(traced.graph_module),
     )
@@ -241,8 +247,9 @@ def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Refer
         device=job.config.model.device,
         computation=make_model_key(traced.graph_module, job.loaded.model),
     )
-    unchecked = data_batches.describe_unchecked_data(job.user_batches, job.rows, reference.cases)
-    return replace(reference, skipped=(*unchecked, *unreached, *reference.skipped))
+    unchecked_data = data_batches.describe_unchecked_data(job.user_batches, job.rows, reference.cases)
+    unchecked_ids = describe_unchecked_ids(traced.vocabularies, declared)
+    return replace(reference, skipped=(*unchecked_data, *unchecked_ids, *unreached, *reference.skipped))
 
 
 def tune(

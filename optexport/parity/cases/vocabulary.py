@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from optexport.config.inputs import TensorConfig
 from optexport.signature.signature import Signature
 
 # Operators that pass ids through, changing only their shape and dtype.
@@ -29,6 +31,21 @@ def vocabularies(graph_module: fx.GraphModule, signature: Signature) -> dict[str
         if rows:
             counts[spec.name] = min(rows)
     return counts
+
+
+def describe_unchecked_ids(counts: Mapping[str, int], declared: Mapping[str, TensorConfig]) -> tuple[str, ...]:
+    """Describes the declared ids that an embedding does not have, so that no case contains them.
+
+    Args:
+        counts: The result of `vocabularies`.
+        declared: Tables of inputs with generated values.
+    """
+    highs = {name: declared[name].high for name in counts if name in declared}
+    return tuple(
+        f"{name} from {counts[name]:,}: the model has {counts[name]:,} ids, from 0 to {counts[name] - 1:,}"
+        for name, high in highs.items()
+        if high is not None and math.ceil(high) > counts[name]
+    )
 
 
 def has_value_dependent_sizes(graph_module: fx.GraphModule) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from optexport.parity.cases.vocabulary import attention_masks, has_value_dependent_sizes, vocabularies
+from optexport.pipeline.run import run
 from optexport.tracing.trace import trace
 from tests._helpers import models
 from tests._helpers.exports import quick
@@ -92,6 +93,35 @@ def test_output_sizes_set_by_input_values_are_detected(by_values: bool) -> None:
     """Repeating by a made-up number would need more memory than is available."""
     traced = trace(Repeats(by_values=by_values), {"x": torch.ones(2, 3), "times": torch.tensor([1, 2])})
     assert has_value_dependent_sizes(traced.graph_module) is by_values
+
+
+CONFIG = """
+[model]
+source = "python:tests.parity.cases.test_vocabulary:make_embedding"
+[inputs.tensors.input]
+shape = ["batch", 4]
+dtype = "int64"
+high = {high}
+[inputs.dynamic]
+batch = [1, 4]
+[export]
+formats = ["torchscript"]
+[tracking]
+enabled = false
+"""
+
+
+def make_embedding() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(20, 3), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("high", "unchecked"), [(20, []), (2000, ["input from 20: the model has 20 ids, from 0 to 19"])]
+)
+def test_declared_ids_that_the_model_lacks_are_named(high: int, unchecked: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(CONFIG.format(high=high))
+    left_out = run(tmp_path / "config.toml").manifest.parity.left_out
+    assert [reason for reason in left_out if reason.startswith("input ")] == unchecked
 
 
 @pytest.mark.sample(1)
