@@ -50,12 +50,14 @@ def seconds(code: str, arguments: Sequence[str], threads: int, cache: str = "") 
     Args:
         cache: The folder of the cache; by default there is none.
     """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OPTEXPORT_CACHE": cache}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have bytecode
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(
         [sys.executable, "-c", code, *arguments],
         check=True,
         capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(threads), "OPTEXPORT_CACHE": cache},
+        env=environment,
     )
     elapsed, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, elapsed
@@ -87,7 +89,7 @@ def main() -> None:
         "second run": [],
         "run next to a busy process": [],
     }
-    waits: dict[str, list[float]] = {"second run, without imports": [], "--help": [], "check": []}
+    short: dict[str, list[float]] = {"second run, without imports": [], "--help": [], "check": []}
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(arguments.config.parent, folder, dirs_exist_ok=True)
         config = Path(folder) / arguments.config.name
@@ -99,12 +101,12 @@ def main() -> None:
             second = seconds(PROGRAM, ["run", str(config)], arguments.threads, cache)
             times["second run"].append(second)
             steps = json.loads((Path(folder) / output / "measurements.json").read_text())["seconds"]
-            waits["second run, without imports"].append(second[1] - steps["import libraries"])
+            short["second run, without imports"].append(second[1] - steps["import libraries"])
             with busy():
                 next_to_it = seconds(PROGRAM, ["run", str(config)], arguments.threads)
             times["run next to a busy process"].append(next_to_it)
-            waits["--help"].append(seconds(PROGRAM, ["--help"], arguments.threads)[1])
-            waits["check"].append(seconds(PROGRAM, ["check", str(config)], arguments.threads)[1])
+            short["--help"].append(seconds(PROGRAM, ["--help"], arguments.threads)[1])
+            short["check"].append(seconds(PROGRAM, ["check", str(config)], arguments.threads)[1])
     about = machine()
     print(
         f"{arguments.config.name}: {about['processor']} ({about['cpus']} cores), {arguments.threads} thread(s), "
@@ -114,15 +116,21 @@ def main() -> None:
     for name, pairs in times.items():
         cpu, wall = (statistics.median(values) for values in zip(*pairs, strict=True))
         print(f"| {name} | {cpu:.1f} | {wall:.1f} |")
-    for name, values in waits.items():
+    for name, values in short.items():
         print(f"| {name} | | {statistics.median(values):.2f} |")
     print(f"| run / bare | {ratio(times, 'run', 'bare', 0)} | {ratio(times, 'run', 'bare', 1)} |")
+    parts = [part / bare for part, (_, bare) in zip(short["second run, without imports"], times["bare"], strict=True)]
+    print(f"| second run, without imports / bare | | {_describe(parts)} |")
     print(f"| next to a busy process / alone | | {ratio(times, 'run next to a busy process', 'run', 1)} |")
 
 
 def ratio(times: Mapping[str, Sequence[tuple[float, float]]], name: str, base: str, index: int) -> str:
     """Returns the median and the range of a ratio, of CPU seconds (index 0) or wall-clock seconds (1)."""
-    ratios = [own[index] / reference[index] for own, reference in zip(times[name], times[base], strict=True)]
+    return _describe([own[index] / reference[index] for own, reference in zip(times[name], times[base], strict=True)])
+
+
+def _describe(ratios: Sequence[float]) -> str:
+    """Returns the median and the range of ratios."""
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
