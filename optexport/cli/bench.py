@@ -115,8 +115,8 @@ def bench(
     Use this to choose between formats, rules or runtimes. It measures bundles and single files, such as
     model.onnx. The files take turns, each in its own process, so that other load on the machine affects all alike.
 
-    Every file is compared with the files of --against. Without it, the first file is the baseline of the other formats,
-    and the first file of a format that of its other files. If the times vary too much, the verdict is "inconclusive".
+    Every file is compared with the files of --against. Without it, files of the same format are compared with the first
+    of them, and other formats with the first file of all. If the times vary too much, the verdict is "inconclusive".
 
     Files have one thread by default, as in the comparison with PyTorch at the end of a run. A bundle has no code of the
     original model, so eager PyTorch is only measured in a run, with [bench].
