@@ -6,10 +6,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import fx
 
-from optexport._utils import model_memory, torch_settings
+from optexport._utils import model_memory
 from optexport.bundle.artifacts import write_artifact
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.cache import keys, store
@@ -89,6 +88,6 @@ def _find_key(graph: FlatGraph, file_format: Format, passes: Sequence[str]) -> s
         return None
     inputs = [keys.of_tensors([graph.example]), str(graph.signature), graph.metadata(passes)]
     versions = registry.versions([file_format])
-    # ONNX files do not depend on the threads, and are also written by a forked process, which has only one.
-    with torch_settings.threads(1 if file_format == "onnx" else torch.get_num_threads()):
-        return store.entry_key("export", digest, file_format, versions, graph.device, passes, graph.opset, inputs)
+    parts = [digest, file_format, versions, graph.device, passes, graph.opset, inputs]
+    # Torch computes no constants of ONNX files. A forked process also writes them, with one thread.
+    return store.entry_key("export", *parts, depends_on_threads=file_format != "onnx")

@@ -49,9 +49,12 @@ def disabled() -> Iterator[None]:
         _off -= 1
 
 
-def entry_key(kind: str, *parts: Any) -> str:
+def entry_key(kind: str, *parts: Any, depends_on_threads: bool = True) -> str:
     """Returns the key of an entry: a digest of its kind, its parts and the environment."""
-    text = json.dumps([kind, environment(), *parts], sort_keys=True, default=str)
+    fields = environment()
+    if not depends_on_threads:
+        del fields["threads"]
+    text = json.dumps([kind, fields, *parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

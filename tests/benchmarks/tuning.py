@@ -69,7 +69,7 @@ def rows(name: str, result: Result) -> list[str]:
             if d.artifact.format == outcome.format and d.baseline.name != PYTORCH
         ]
         race = outcome.over_plain
-        raced = "the plain export won" if race is None else f"{race.speedup:.2f} ({race.low:.2f} to {race.high:.2f})"
+        raced = "not compared" if race is None else f"{race.speedup:.2f} ({race.low:.2f} to {race.high:.2f})"
         lines.append(f"| {name} | {outcome.format} | {outcome.chosen.change} | {raced} | {'; '.join(shapes)} |")
     return lines
 

@@ -40,11 +40,10 @@ def describe_unchecked_ids(counts: Mapping[str, int], declared: Mapping[str, Ten
         counts: The result of `vocabularies`.
         declared: Tables of inputs with generated values.
     """
-    highs = {name: declared[name].high for name in counts if name in declared}
     return tuple(
-        f"{name} from {counts[name]:,}: the model has {counts[name]:,} ids, from 0 to {counts[name] - 1:,}"
-        for name, high in highs.items()
-        if high is not None and math.ceil(high) > counts[name]
+        f"{name} from {count:,}: the model has {count:,} ids, from 0 to {count - 1:,}"
+        for name, count in counts.items()
+        if name in declared and math.ceil(declared[name].high or 0) > count
     )
 
 
