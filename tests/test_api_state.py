@@ -235,6 +235,19 @@ class StreamingPeak(nn.Module):
         return x / self.peak
 
 
+class InTurn(nn.Module):
+    """Multiplies by one of two numbers, which take turns by their order in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = {"first": 2.0, "second": 3.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key = next(iter(self.factors))
+        self.factors[key] = factor = self.factors.pop(key)
+        return x * factor
+
+
 class KeepingInput(nn.Module):
     """Keeps its input and its result for a debugger."""
 
@@ -265,6 +278,7 @@ class KeepingInput(nn.Module):
         (CountingInScript, {"x": X}, "part.calls"),
         (Streaming, {"x": X}, "hidden"),
         (StreamingPeak, {"x": X}, "peak"),
+        (InTurn, {"x": X}, "factors"),
     ],
 )
 def test_state_that_a_repeated_batch_hides_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -122,12 +123,7 @@ class State:
     def changed_attributes(self) -> list[str]:
         """Returns the paths of other values that the model replaced, added or removed, and of lists that it changed."""
         tensors = {saved.path for saved in self._tensors}
-        changed = (
-            path if not isinstance(container, dict) and len(container) != len(saved) else _join(path, key)
-            for path, container, saved in self._containers
-            for key in dict.fromkeys(key for key, _ in (*_items(container), *_items(saved)))
-            if _find(container, key) is not _find(saved, key)
-        )
+        changed = itertools.chain.from_iterable(itertools.starmap(_changed_paths, self._containers))
         variables = (variable.path for variable in self._variables if variable.current is not variable.value)
         return [path for path in dict.fromkeys(itertools.chain(changed, variables)) if path not in tensors]
 
@@ -149,7 +145,7 @@ class State:
     def restore(self) -> None:
         """Restores all values, except those of parameters that were written to in place."""
         for _, container, saved in self._containers:
-            if len(container) == len(saved) and all(_find(container, key) is value for key, value in _items(saved)):
+            if _holds_the_same(container, saved):
                 continue
             container.clear()
             container.update(saved) if isinstance(container, dict) else container.extend(saved)
@@ -228,6 +224,24 @@ def _find(container: _Container | MappingProxyType[str, Any], key: Any) -> Any:
     if isinstance(container, dict | MappingProxyType):
         return container.get(key)
     return container[key] if key < len(container) else None
+
+
+def _changed_paths(path: str, container: _Container, saved: _Container) -> list[str]:
+    """Returns the paths of the items that differ, or of the container if the length of a list or an order does."""
+    keys = dict.fromkeys(key for key, _ in (*_items(container), *_items(saved)))
+    changed = [_join(path, key) for key in keys if _find(container, key) is not _find(saved, key)]
+    if changed and not isinstance(container, dict) and len(container) != len(saved):
+        return [path]
+    if not changed and path and not _holds_the_same(container, saved):  # a dict in another order
+        return [path]
+    return changed
+
+
+def _holds_the_same(container: _Container, saved: _Container) -> bool:
+    """Returns True if two containers have the same objects in the same order, dicts under the same keys."""
+    if isinstance(container, dict) and isinstance(saved, dict):
+        return container.keys() == saved.keys() and all(map(operator.is_, container.values(), saved.values()))
+    return len(container) == len(saved) and all(map(operator.is_, container, saved))
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -38,19 +38,22 @@ def test_results_too_large_for_a_file_raise_an_error() -> None:
 
 
 class Counter(nn.Module):
-    """Writes to a buffer, a list and an attribute in every call."""
+    """Writes to a buffer, a list, an attribute and the order of a dict in every call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(1))
         self.seen: list[int] = []
         self.calls = 0
+        self.factors = {"first": 1, "second": 10}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.seen.append(self.calls)
         self.total += x.sum()
-        return self.total + len(self.seen)
+        key = next(iter(self.factors))
+        self.factors[key] = factor = self.factors.pop(key)
+        return self.total + factor * len(self.seen)
 
 
 def test_every_call_of_a_repeated_runner_starts_with_the_same_state() -> None:
@@ -67,3 +70,4 @@ def test_every_call_of_a_repeated_runner_starts_with_the_same_state() -> None:
     with pytest.raises(ValueError, match="201"):
         run({"x": torch.tensor([200.0])})
     assert (model.calls, model.seen, float(model.total)) == (0, [], 0.0)
+    assert list(model.factors) == ["first", "second"]
