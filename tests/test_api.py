@@ -150,7 +150,7 @@ def several_rules() -> Iterator[Transformation]:
     yield ChangeTrueDivToMulByInverse(exact=True)
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 2)
 @pytest.mark.parametrize(
     ("make", "rules"),
     [
@@ -241,7 +241,9 @@ def test_model_that_is_not_a_module_is_one_clear_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_only_selected_outputs_are_verified_and_written(tmp_path: Path) -> None:
     rules = [KeepOutputs(outputs=("pooler_output",)), SinkSelect(), MergeLinears()]
-    result = export(models.model("bert"), models.inputs("bert"), tmp_path / "bundle", transformations=rules)
+    result = export(
+        models.model("bert"), models.inputs("bert"), tmp_path / "bundle", transformations=rules, effort="quick"
+    )
     assert [output.name for output in result.manifest.outputs] == ["pooler_output"]
     assert result.transformed_nodes["sink-select"]
     inputs = models.inputs("bert", 3, 11)

@@ -312,7 +312,7 @@ def _rewrite(bundle: Path, dies_before: int) -> None:
     page.write(bundle)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, 2)
 @pytest.mark.parametrize("dies_before", [1, 2, 3])
 @pytest.mark.parametrize("is_part", [False, True])
 def test_killed_report_leaves_a_valid_bundle(dies_before: int, is_part: bool, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ with interrupts.raising_on_signals():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @SIGNALS
 def test_signal_during_import_of_torch_is_raised_afterwards(sent: signal.Signals, code: int) -> None:
     """An exception raised inside the C++ code of torch aborts the process in one of thirty runs."""
@@ -234,7 +234,7 @@ group(["works", "--json"])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @SIGNALS
 def test_signal_during_import_of_torch_gives_message_and_json(sent: signal.Signals, code: int) -> None:
     program = STARTING.partition("with ")[0] + COMMAND

@@ -63,23 +63,21 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_crashes_and_memory_limits_do_not_affect_other_configs(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        fleets.config(tmp_path, name)
+    fleets.config(tmp_path, "good")
     for name in ("crashes", "eats"):
         fleets.config(tmp_path, name, name)
     (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
     summary = document("*.toml", "--jobs", "2", "--memory", "2", "--retries", "0")
     codes = {name.removesuffix(".toml"): row["exit_code"] for name, row in summary["rows"].items()}
-    assert codes == {"a": 0, "b": 0, "crashes": 1, "eats": 1, "wrong": 2}
+    assert codes == {"good": 0, "crashes": 1, "eats": 1, "wrong": 2}
     errors = {name.removesuffix(".toml"): row["error"] for name, row in summary["rows"].items()}
-    assert errors["a"] is None
+    assert errors["good"] is None
     assert "the process crashed with SIGSEGV" in errors["crashes"]
     assert "the process used more than 2.0 GiB of memory" in errors["eats"]
     assert 'modle: unknown table "modle". Did you mean "model"?' in errors["wrong"]
-    for name in ("a", "b"):
-        assert summary["rows"][f"{name}.toml"]["output"] == str(tmp_path / "out" / name)
-        verify(tmp_path / "out" / name)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a", "b"]
+    assert summary["rows"]["good.toml"]["output"] == str(tmp_path / "out" / "good")
+    verify(tmp_path / "out" / "good")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["good"]
     assert summary["rows"]["eats.toml"]["peak_memory"] > 2 << 30
     assert summary["exit_code"] == 1
 
@@ -124,7 +122,7 @@ def test_a_batch_without_configs_is_refused() -> None:
             optexport.run_batch(wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_crash_is_retried_and_a_reported_error_is_not(tmp_path: Path) -> None:
     fleets.config(tmp_path, "flaky", "crashes_once")
     (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
@@ -134,28 +132,26 @@ def test_crash_is_retried_and_a_reported_error_is_not(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_resumed_batch_skips_finished_configs(tmp_path: Path) -> None:
-    a, b = fleets.config(tmp_path, "a"), fleets.config(tmp_path, "b")
-    c = fleets.config(tmp_path, "c", "crashes")
-    first = document("[abc].toml", "--retries", "0")
-    assert [row["attempts"] for row in first["configs"]] == [1, 1, 1]
-    b.write_text(f"{b.read_text(encoding='utf-8')}\n# changed", encoding="utf-8")
-    fleets.config(tmp_path, "c")
+    a, b = fleets.config(tmp_path, "a"), fleets.config(tmp_path, "b", "crashes")
+    first = document("[ab].toml", "--retries", "0")
+    assert [row["attempts"] for row in first["configs"]] == [1, 1]
+    fleets.config(tmp_path, "b")
     written = (tmp_path / "out" / "a" / "measurements.json").read_bytes()
     with (tmp_path / "optexport-batch" / "journal.jsonl").open("a", encoding="utf-8") as journal:
         for odd in ('{"config": "a", "path": [], "digest": "x", "exit_code": 0}', '{"path": 1}', "[]", "null", "1"):
             journal.write(f"{odd}\n")  # not written by optexport
         journal.write('{"config": "a.toml", "exi')  # the machine crashed during the write
-    second = document(str(a), str(b), str(c), "--resume")
-    assert [row["attempts"] for row in second["configs"]] == [0, 1, 1]
+    second = document(str(a), str(b), "--resume")
+    assert [row["attempts"] for row in second["configs"]] == [0, 1]
     assert second["exit_code"] == 0
     assert (tmp_path / "out" / "a" / "measurements.json").read_bytes() == written
-    third = call("[abc].toml", "--resume")
+    third = call("[ab].toml", "--resume")
     assert third.exit_code == 0
-    assert third.stdout.count("passed before") == 4  # one row per config, and the count
-    assert "3 passed before" in third.stdout
+    assert third.stdout.count("passed before") == 3  # one row per config, and the count
+    assert "2 passed before" in third.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_process_succeeds_only_with_a_result(tmp_path: Path) -> None:
     for name in ("leaves", "prints"):
         fleets.config(tmp_path, name, name)
@@ -166,7 +162,7 @@ def test_process_succeeds_only_with_a_result(tmp_path: Path) -> None:
     assert rows["prints.toml"]["output"] == str(tmp_path / "out" / "prints")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_started_by_a_config_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
@@ -213,7 +209,7 @@ def test_bundle_contains_the_config_as_it_was_at_the_start(tmp_path: Path) -> No
     assert (tmp_path / "out" / "a" / "config.toml").read_text(encoding="utf-8") == text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_output_is_relative_to_the_link_of_a_config(tmp_path: Path) -> None:
     fleets.config(tmp_path, "a")
     (module,) = tmp_path.glob("fleet_*.py")
@@ -225,13 +221,13 @@ def test_output_is_relative_to_the_link_of_a_config(tmp_path: Path) -> None:
     assert [row["output"] for row in summary["configs"]] == [str(tmp_path / name / "out" / "a") for name in "xy"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_logs_and_bundles_can_share_a_folder(tmp_path: Path) -> None:
     fleets.config(tmp_path, "a")
     assert call("a.toml", "--folder", "out", "--timeout", "600s", "--retries", "0").exit_code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_very_long_config_name_is_accepted(tmp_path: Path) -> None:
     path = fleets.config(tmp_path, "a").rename(tmp_path / f"{'n' * 245}.toml")
     assert call(path.name, "--retries", "0").exit_code == 0
@@ -343,7 +339,7 @@ def temporary(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize(
     ("number", "code"),
     [

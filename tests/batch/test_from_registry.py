@@ -115,7 +115,7 @@ def test_newest_version_of_each_tagged_model_is_exported_once(registry: Any, tmp
     assert "the newest version of each matching model already has a bundle: asks, asks-too." in call(query).output
 
 
-@pytest.mark.sample(0, 1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("quoted", ['a "quoted" name', "a?question", "an@alias"])
 def test_model_with_an_invalid_name_is_one_failed_row(quoted: str, registry: Any, tmp_path: Path) -> None:
     registry.create_registered_model(quoted, tags={"odd": "true"})

@@ -60,7 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_outside_files_are_sent_and_bundle_is_collected(task: Task, run: Run, tmp_path: Path) -> None:
     result = run(task)
     assert result.error is None

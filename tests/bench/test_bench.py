@@ -381,7 +381,7 @@ def workers(of: Path) -> list[int]:
     return [pid for pid in pids if pid != os.getpid()]
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to see processes")
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupt_leaves_no_process(sent: signal.Signals, code: int, tmp_path: Path) -> None:

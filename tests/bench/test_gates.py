@@ -130,7 +130,7 @@ def test_gates_that_hold_pass_and_imply_a_benchmark(call: Caller, tmp_path: Path
     assert {a["name"]: a["proven"] for a in document["artifacts"]} == proven
 
 
-@pytest.mark.parametrize("speedup", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("speedup", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_gates_that_fail_are_named_with_exit_code_6(speedup: bool, call: Caller, tmp_path: Path) -> None:
     bars = "gate = { max_size_mb = 1e-6, max_latency_ms = 1e-9 }\nbench.rounds = 1"
     if speedup:
@@ -188,7 +188,7 @@ def only_with_a_rule(folder: Path, more: str) -> str:
     return f'{text}\n[[transformations]]\nuse = "python:bessel:WithoutBessel"\n'
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tuned_file_without_plain_export_has_a_note(call: Caller, tmp_path: Path) -> None:
     result = call("run", only_with_a_rule(tmp_path, 'bench.enabled = true\ntune.budget = "1s"'))
     assert result.exit_code == 0, result.stderr
@@ -197,7 +197,7 @@ def test_tuned_file_without_plain_export_has_a_note(call: Caller, tmp_path: Path
     assert [pair["baseline"] for pair in measured(tmp_path)["comparisons"]] == ["PyTorch"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_speedup_gate_fails_without_a_plain_export(call: Caller, tmp_path: Path) -> None:
     error = message(call("run", only_with_a_rule(tmp_path, "gate.min_speedup = 0.5")), 6)
     assert "min_speedup: onnx has no baseline, because the plain export failed: aten.special_bessel_j1" in error

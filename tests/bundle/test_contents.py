@@ -141,7 +141,7 @@ def test_parent_folders_of_the_bundle_are_created(tmp_path: Path) -> None:
     assert result.files["pt2"] == tmp_path / "a" / "b" / "model.pt2"
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
 def test_file_permissions_follow_the_umask(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)

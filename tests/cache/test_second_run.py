@@ -150,7 +150,7 @@ def test_damaged_cached_file_is_exported_again(config: Path) -> None:
     assert digests(result.output) == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cached_file_removed_by_another_run_is_exported_again(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = digests(again(config).output)
     read = store.read

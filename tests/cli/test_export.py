@@ -74,7 +74,7 @@ def test_every_rule_can_be_left_out() -> None:
     assert settings("build/halves")["transformations"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_config_in_another_folder_has_paths_from_there(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "model").mkdir()
@@ -90,7 +90,7 @@ def test_config_in_another_folder_has_paths_from_there(tmp_path: Path) -> None:
     assert (tmp_path / "mlflow.db").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("name", ["bert", "resnet", pytest.param("t5", marks=pytest.mark.nightly)])
 def test_folder_of_a_model_needs_no_options(name: str, tmp_path: Path) -> None:
     """``resnet`` has no image size, so its inputs are those of a run without ``[inputs]``."""
@@ -255,7 +255,7 @@ def test_saved_config_of_a_mistake_is_removed_so_that_the_corrected_command_work
     assert Path("a.toml").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_saved_config_in_another_folder_keeps_the_store_and_needs_its_module() -> None:
     Path("sub").mkdir()
     refused = call("export", *HALVES, "--save-config", "sub/a.toml")

@@ -59,7 +59,7 @@ def test_exports_of_a_new_rule_have_equal_weights(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_failing_rule_test_shows_its_message_without_trace_logs(tmp_path: Path) -> None:
     write_rule("drop-negations", tmp_path)
     rule = tmp_path / "drop_negations.py"
@@ -72,7 +72,7 @@ def test_failing_rule_test_shows_its_message_without_trace_logs(tmp_path: Path) 
     assert "torch.__trace" not in done.stdout
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, 3)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

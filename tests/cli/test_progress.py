@@ -25,15 +25,17 @@ RUNS: dict[str, tuple[str, list[str], str]] = {
 }
 SLOW_RUNS: dict[str, tuple[str, list[str], str]] = {
     "tracked": (config().replace("enabled = false", 'uri = "sqlite:///mlflow.db"'), [], "track"),
+    "int8": (config().replace('"pt2"', '"onnx"') + f'[precision]\nonnx = "int8"{_METRICS}', [], "check lowered onnx"),
+    "tuned with a baseline": (config() + '[tune]\nbudget = "60s"\n', ["--baseline"], "tune pt2"),
+}
+NIGHTLY_RUNS: dict[str, tuple[str, list[str], str]] = {
     "measured": (config() + "[bench]\nenabled = true\nrounds = 1\n", [], "measure"),
     "half": (
         config().replace('"pt2"', '"pt2", "torchscript"') + f'[precision]\npt2 = "bfloat16"{_METRICS}',
         [],
         "check lowered graph for pt2",
     ),
-    "int8": (config().replace('"pt2"', '"onnx"') + f'[precision]\nonnx = "int8"{_METRICS}', [], "check lowered onnx"),
     "tuned": (config().replace('"pt2"', '"onnx", "pt2"') + '[tune]\nbudget = "60s"\n', [], "tune onnx"),
-    "tuned with a baseline": (config() + '[tune]\nbudget = "60s"\n', ["--baseline"], "tune pt2"),
 }
 
 _LINE = re.compile(r" *(\d+)(?:/(\d+))? (\S.*?) +(\d+\.\d) s")
@@ -53,9 +55,16 @@ def check_numbers(steps: list[tuple[int, int | None, str]]) -> None:
     assert totals[first:] == [len(steps)] * (len(steps) - first)
 
 
-@pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *RUNS,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY_RUNS),
+    ],
+)
 def test_last_number_is_the_total(name: str, tmp_path: Path) -> None:
-    text, options, step = {**RUNS, **SLOW_RUNS}[name]
+    text, options, step = {**RUNS, **SLOW_RUNS, **NIGHTLY_RUNS}[name]
     done = Caller(tmp_path)("run", text, *options)
     assert done.exit_code == 0, done.stderr
     steps = read_steps(done.stderr)

@@ -161,7 +161,7 @@ def test_bundle_path_that_is_not_utf_8_is_refused(copied: Path, command: str, tm
 _AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
 @pytest.mark.parametrize(
     ("name", "command"),
@@ -185,7 +185,7 @@ def test_unreadable_file_is_not_reported_as_damage(copied: Path, name: str, comm
     )
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
 @pytest.mark.parametrize("command", ["verify", "report"])
 def test_unreadable_folder_is_not_a_defect(copied: Path, command: str) -> None:

@@ -28,7 +28,7 @@ def tamper_torchscript(path: Path) -> None:
     module.save(path)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, 2)
 @pytest.mark.parametrize(
     ("spoil", "target", "inside"),
     [
@@ -65,7 +65,7 @@ def test_reproduction_from_an_onnx_file_fails_in_a_new_process(tmp_path: Path) -
     assert reproduce(folder).returncode == 0
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, 1)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("file_format", "spoil", "target"),
@@ -89,7 +89,7 @@ def test_passes_of_a_failing_file_are_named(tmp_path: Path) -> None:
     assert "Try export.passes = { onnx = [] }, in case a format pass (sum-residuals, attention) did it." in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_exception_of_a_file_at_one_size_is_reproduced(tmp_path: Path) -> None:

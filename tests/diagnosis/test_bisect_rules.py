@@ -91,7 +91,7 @@ def test_rule_and_node_are_named_and_reproduced(tmp_path: Path) -> None:
     assert not reproduction._fails(folder / "reproduce.py", raises=False)
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize(("name", "node", "position"), [("query", "linear", 1), ("down", "linear_5", 6)])
 def test_failing_change_among_many_of_a_rule_is_named(tmp_path: Path, name: str, node: str, position: int) -> None:
     text = failing(tmp_path / "block", Spoil(name))
@@ -105,7 +105,7 @@ def test_rule_that_marks_no_changed_node_is_named(tmp_path: Path) -> None:
     assert "Silent caused the difference. It did not mark the nodes that it changed." in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_exception_at_one_size_is_reproduced(tmp_path: Path) -> None:
     text = failing(tmp_path / "block", Baked())
     assert "Baked caused the difference." in text

@@ -22,6 +22,7 @@ from tests._helpers.cli import CliRunner, cli
 from tests.docs.pages import ROOT
 
 TUTORIALS = [ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+_LONG = ("nightly-batch", "own-rule", "text-encoder", "vision")  # by a minute or more on a slow machine
 
 _BLOCK = re.compile(r"(?:<!-- (\w+): (\S+).*? -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _PROGRESS = re.compile(r"^ *\d+(?:/\d+)? .+ \d+\.\d s$")
@@ -79,8 +80,13 @@ def _run_python(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     _assert_shown("\n".join(expected), capsys.readouterr().out, block)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=pytest.mark.nightly if page.stem in _LONG else pytest.mark.slow)
+        for page in TUTORIALS
+    ],
+)
 def test_tutorial_runs_as_written(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

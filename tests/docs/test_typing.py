@@ -14,7 +14,7 @@ from tests.docs.pages import README, ROOT
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_and_examples_are_typed_for_a_strict_user(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="a part of the extra dev")
     (tmp_path / "readme.py").write_text("\n".join(_BLOCK.findall(README.read_text(encoding="utf-8"))), encoding="utf-8")

@@ -263,7 +263,7 @@ def test_predict_and_bench_run_the_file(tmp_path: Path) -> None:
     assert artifact["format"] == "openvino"
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 2)
 @pytest.mark.parametrize("name", files.NAMES)
 def test_files_of_transformers_models_are_right_at_any_size(name: str, tmp_path: Path) -> None:
     subject = files.prepared(name)
@@ -299,7 +299,7 @@ def test_diagnosis_writes_a_script_that_reproduces_the_failure(copied: Path) -> 
     assert "hidden is off by" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tuned_and_measured_export(tmp_path: Path) -> None:
     result = export(
         model(),

@@ -45,7 +45,7 @@ def test_all_passes_together_agree_in_any_order(file_format: str, tmp_path: Path
     assert lowered.read_bytes() == backwards.read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 4)
 @pytest.mark.parametrize(("name", "file_format"), EACH)
 def test_file_is_reproducible_and_holds_no_paths_of_the_machine(name: str, file_format: str, tmp_path: Path) -> None:
     first, second = (save(replace(prepared("masked")), file_format, tmp_path / part, (name,)) for part in "ab")

@@ -18,7 +18,7 @@ def _raises_no_alarm(seed: int, output: Path) -> None:
     assert sum(len(changed) for changed in result.transformed_nodes.values()) > 0, "no rule had anything to do"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, 2)
 @pytest.mark.parametrize("seed", range(4))
 def test_correct_run_causes_no_false_alarm(seed: int, tmp_path: Path) -> None:
     _raises_no_alarm(seed, tmp_path / "bundle")

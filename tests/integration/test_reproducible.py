@@ -112,6 +112,8 @@ BERT = """
 [model]
 source = "tiny"
 task = "feature-extraction"
+[parity]
+effort = "quick"
 [export]
 output = "out/bert"
 [tracking]

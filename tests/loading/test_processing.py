@@ -126,7 +126,7 @@ def multi_label() -> nn.Module:
     return BertForSequenceClassification(BertConfig(**TINY, **moods))
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize(
     ("task", "make", "outputs", "options"),
     [
@@ -147,7 +147,7 @@ def test_text_labels_agree_with_the_pipeline(
         assert scores == pytest.approx([label["score"] for label in labels], abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("task", ["token-classification", "fill-mask"])
 def test_answers_for_each_token_equal_those_from_logits(task: str, tmp_path: Path) -> None:
     source = folders.save(bundles.model(task), tmp_path / task)

@@ -282,7 +282,7 @@ def test_a_bundle_failing_a_gate_exits_with_the_gate_code(bundle: Path) -> None:
     assert "; the gate is 1\n" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("wrong", [{"measure": "magic"}, {"output": "other"}, {"output": None}])
 def test_a_gate_on_an_unknown_measure_is_a_damaged_bundle(bundle: Path, wrong: dict[str, Any]) -> None:
     change_gate(bundle, **wrong)

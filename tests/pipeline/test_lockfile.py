@@ -72,7 +72,7 @@ def test_python_locks_a_config(locked: Path) -> None:
     assert lockfile.lock_path(locked).read_text() == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_script_that_locks_is_not_locked(locked: Path) -> None:
     """A run from another script in the config's folder was refused."""
     for name, call in (("locks", "lock(%r)"), ("runs", "run(%r, locked=True)")):
@@ -201,7 +201,7 @@ def test_files_behind_links_are_listed_once(tmp_path: Path) -> None:
     assert [name for name, _ in lockfile.named_files(config, tmp_path)] == ["bert/config.json", "bert/sub/config.json"]
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("place", ["..2025_01_01_00_00_00.1", "../shared"])
 def test_module_that_is_a_link_is_locked_under_its_name(locked: Path, place: str) -> None:
     """The target of the link is in another folder than the config, so it would be missed under its own path."""

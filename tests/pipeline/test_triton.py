@@ -50,7 +50,7 @@ def configuration(result: Result, file_format: str) -> Any:
     return repository.read(result.files[file_format].parents[1])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, 4)
 @pytest.mark.parametrize(("name", "file_format"), [*BATCHED, *NOT_BATCHED])
 def test_file_matches_its_configuration_and_the_reference(name: str, file_format: str) -> None:
     result = served(name)

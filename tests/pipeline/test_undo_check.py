@@ -81,7 +81,7 @@ class Leaky(ReversibleTransformation):
         return graph_module
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize(
     ("leak", "message"),
     [("code", "the code differs"), ("names", "the names in the state_dict"), ("values", "the values of out.bias")],

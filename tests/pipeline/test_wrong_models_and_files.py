@@ -67,7 +67,7 @@ def test_wrong_file_is_caught_and_blamed_on_the_exporter(
     assert nothing_is_left(project)
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 2)
 @pytest.mark.parametrize("damage", [lambda content: content[:-100], None])
 @pytest.mark.parametrize(
     ("file_format", "name"),

@@ -12,7 +12,7 @@ from optexport.pipeline import run
 from tests.pipeline.projects import config, nothing_is_left, wrong
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, 2)
 @pytest.mark.parametrize(
     ("name", "node"),
     [

@@ -37,7 +37,7 @@ def text_of(element: ElementTree.Element) -> str:
     return "".join(element.itertext())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_met_limits_are_shown_everywhere(call: Caller, tmp_path: Path, summary: Path) -> None:
     more = "[bench]\nrounds = 12\n[gate]\nmax_size_mb = 5\nmax_latency_ms = { onnx = 60000 }\nmin_speedup = 1e-6"
     junit = tmp_path / "parity.xml"

@@ -198,7 +198,7 @@ def test_exported_program_is_reconstructed() -> None:
     assert torch.equal(outputs(traced.graph_module, X[:3])[0], model(X[:3]))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, 3)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_callers_transformers_model_is_not_changed(name: str) -> None:
     model = models.model(name)

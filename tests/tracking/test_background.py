@@ -235,7 +235,7 @@ def test_a_command_does_not_import_mlflow_itself(tmp_path: Path) -> None:
     assert measurements["origin"]["mlflow_run"] == run_id
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks safely")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_the_command_its_run_and_its_processes(sent: signal.Signals, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_tuned_and_measured_bundle_with_gates_has_at_most_40_metrics(tmp_path:
     assert tables["tuning.json"]["data"][0] == ["onnx", "as configured", 1.2, 1.1, 1.3, "faster"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_measured_run_with_gates_is_described(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     config = stores.project(tmp_path, uri, formats='["onnx", "torchscript", "pt2"]')

@@ -110,7 +110,7 @@ def test_an_interrupted_database_creation_is_repeated(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("name", ["a%20b", "what?x"])
 def test_a_folder_name_unfit_for_mlflow_is_refused_early(tmp_path: Path, name: str) -> None:
     """MLflow used another path after a %, and read everything after a ? as a query."""
@@ -125,7 +125,7 @@ def test_a_folder_name_unfit_for_mlflow_is_refused_early(tmp_path: Path, name: s
     assert run.run(absolute).tracking_failure is None
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("name", ["a b#c", "100%", "50%off"])
 def test_a_folder_of_almost_any_name_holds_its_store(tmp_path: Path, name: str) -> None:
     (folder := tmp_path / name).mkdir()

@@ -351,7 +351,7 @@ def test_the_registry_knows_the_precisions_without_torch() -> None:
         CastPrecision(dtype="float32")
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 6)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_models(name: str, dtype: str) -> None:
@@ -392,7 +392,7 @@ def _example(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, A
     return randomise(_Convolutional()), {"x": torch.randn(2, 3, 32, 32)}, {"x": {0: Dim("batch", 1, 8)}}
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.nightly), "convolutional"])
 def test_exports_pass_only_within_a_declared_tolerance(name: str, dtype: str, tmp_path: Path) -> None:

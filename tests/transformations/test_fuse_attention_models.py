@@ -63,7 +63,7 @@ _EAGER: dict[str, tuple[int, Callable[[], nn.Module]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", sorted(_EAGER))
 def test_the_eager_attention_of_transformers(name: str, dtype: torch.dtype) -> None:
@@ -96,7 +96,7 @@ def _in_three_axes(m: Any, x: torch.Tensor) -> Any:
     return (m.q(x) @ m.k(x).mT / 2).masked_fill(~_causal(x), -math.inf).softmax(-1) @ m.v(x)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["bert", "three axes and a mask of booleans"])
 def test_the_call_is_exported(tmp_path: Path, name: str) -> None:
     mask = torch.ones(2, 7, dtype=torch.int64)

@@ -144,7 +144,7 @@ def test_file_of_the_search_is_not_exported_again(result: Result) -> None:
     assert "export onnx" in result.cache_hits
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_budget_includes_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget for the search alone would take the time of a run without a search in addition."""
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
@@ -221,7 +221,7 @@ def _cached(folder: Path) -> list[dict[str, Any]]:
     return trials
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_second_run_starts_from_cached_trials(result: Result, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", str(folder / "cache"))
     cached = {trial["change"] for trial in _cached(folder)}

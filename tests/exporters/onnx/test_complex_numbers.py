@@ -74,7 +74,7 @@ class Denoiser(nn.Module):
         return torch.istft(z, **options, length=length)  # type: ignore[arg-type]  # options of several types
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("onto_length", [True, False])
 def test_masked_spectrogram_goes_back_to_sound_of_any_length(onto_length: bool, tmp_path: Path) -> None:
     """A trace of istft fixed the length."""

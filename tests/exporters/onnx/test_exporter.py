@@ -38,7 +38,7 @@ def saved(model: nn.Module, place: Path, dynamic: Any = BATCH, **options: Any) -
     return subject, path
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 4)
 @pytest.mark.parametrize("optimized", [False, True], ids=["as written", "optimized"])
 @pytest.mark.parametrize("name", files.NAMES)
 def test_file_gives_the_outputs_of_the_model_at_any_size(name: str, optimized: bool) -> None:

@@ -45,7 +45,7 @@ def test_transforms_of_any_length_are_as_exact_as_products(transforms: Any, tmp_
     files.assert_onnx(Program(transforms), example, dynamic, tmp_path, *({"x": torch.randn(*size)} for size in sizes))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("transforms", [_complex, _half, _back])
 @pytest.mark.parametrize("length", [pytest.param(one, marks=pytest.mark.nightly) for one in (16, 37)] + [10])
 def test_transforms_of_a_fixed_length_are_written(length: int, transforms: Any, tmp_path: Path) -> None:

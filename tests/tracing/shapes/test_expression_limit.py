@@ -30,7 +30,7 @@ def without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expression_limit, "MAX_SECONDS", 0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_undeclared_axes_except_the_first_are_fixed() -> None:
     model = Windows().eval()
     traced = trace(model, EXAMPLE)

@@ -218,7 +218,7 @@ def test_a_lost_server_is_not_reported_as_a_wrong_path(store: Registry, monkeypa
         store.log()
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 2)
 @pytest.mark.parametrize("name", ["it's", "'", "a 'b' c", "50% {x} `y`; --", " \u202eé"])
 def test_any_model_name_can_get_a_second_version(store: Registry, name: str) -> None:
     config = RegisterConfig(name=name)
@@ -237,7 +237,7 @@ def test_the_default_alias_is_champion() -> None:
     assert RegisterConfig(name="x").alias == "champion"
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 2)
 @pytest.mark.parametrize("empty", [1, 2, 4, 6, 7, 9, 10])  # MLflow makes the other calls itself
 def test_an_empty_answer_loses_no_history(empty: int, store: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next version took the alias, and the history lost its previous holder."""

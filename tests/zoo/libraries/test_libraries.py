@@ -35,7 +35,7 @@ _LINEAR = Model(
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(3, 5)
 @pytest.mark.parametrize("name", FAST)
 def test_files_of_model_are_right_at_other_sizes(name: str) -> None:
     outcome = judge.judge(name, effort="quick")
