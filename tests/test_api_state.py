@@ -313,6 +313,24 @@ def test_values_that_no_later_call_reads_are_no_state(tmp_path: Path) -> None:
     torch.testing.assert_close(run(result, x=2 * X)["output"], model(2 * X))
 
 
+class CountingInSet(nn.Module):
+    """Counts its calls in a set, which no call restores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: set[int] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add(len(self.calls))
+        return x * len(self.calls)
+
+
+def test_state_that_cannot_be_restored_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="the model returns different results for the same input") as raised:
+        quick(CountingInSet(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
+    assert "what the model keeps between calls" in str(raised.value.hint)
+
+
 class Position(nn.Module):
     """Adds an embedding of the number of calls."""
 

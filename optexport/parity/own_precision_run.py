@@ -125,7 +125,7 @@ def _run_repeatably(run: Call, model: nn.Module, batch: Batch) -> Outputs:
         raise TraceError(
             f"the model returns different results for the same input ({difference})",
             location=type(model).__name__,
-            hint="Remove random numbers from the model, because their results cannot be checked.",
+            hint="Remove random numbers, and what the model keeps between calls: such results cannot be checked.",
         )
     written = _drop_constant_parameters(run, model, batch, written)
     _check_written_tensors(run, model, batch, first, written)
