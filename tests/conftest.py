@@ -30,7 +30,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)
 # The files of a run are not timed; tests/pipeline/test_gain.py restores the limit.
 gain.SECONDS = 0.0
-# The program sets the same; frozen objects of the imports are skipped by every collection.
+# optexport.cli.main sets the same; frozen objects of the imports are skipped by every collection.
 gc.set_threshold(20_000, 50, 100)
 gc.freeze()
 transformers.logging.set_verbosity_error()

@@ -9,7 +9,7 @@ from typing import Any
 
 from filelock import FileLock
 
-# conftest.py sets this to a folder that all workers of a run share, and removes it at the end.
+# conftest.py sets this to a folder of pytest that all workers of a run share.
 folder: Path | None = None
 
 

@@ -1,4 +1,4 @@
-"""The two tiers of the tests: together all tests; the first samples every parametrized test."""
+"""The tiers of the tests: the first samples every parametrized test, the second adds slow tests."""
 
 from __future__ import annotations
 

@@ -37,6 +37,6 @@ def _spread(sets: Sequence[pytest.Item], count: int) -> list[pytest.Item]:
 def examples(count: int) -> int:
     """Returns how many examples a property test tries:
 
-    `count` in the full hypothesis profile, a fifth in the quick one.
+    `count` in the full hypothesis profile; a fifth in the quick one, but at least five if `count` is larger.
     """
     return max(min(count, 5), count * settings.default.max_examples // 100)

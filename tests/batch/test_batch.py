@@ -145,10 +145,13 @@ def test_resumed_batch_skips_finished_configs(tmp_path: Path) -> None:
     assert [row["attempts"] for row in second["configs"]] == [0, 1]
     assert second["exit_code"] == 0
     assert (tmp_path / "out" / "a" / "measurements.json").read_bytes() == written
-    third = call("[ab].toml", "--resume")
-    assert third.exit_code == 0
-    assert third.stdout.count("passed before") == 3  # one row per config, and the count
-    assert "2 passed before" in third.stdout
+    a.write_text(f"{a.read_text(encoding='utf-8')}\n# changed", encoding="utf-8")
+    third = document("[ab].toml", "--resume")
+    assert [row["attempts"] for row in third["configs"]] == [1, 0]
+    fourth = call("[ab].toml", "--resume")
+    assert fourth.exit_code == 0
+    assert fourth.stdout.count("passed before") == 3  # one row per config, and the count
+    assert "2 passed before" in fourth.stdout
 
 
 @pytest.mark.nightly

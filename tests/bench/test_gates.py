@@ -197,7 +197,7 @@ def test_tuned_file_without_plain_export_has_a_note(call: Caller, tmp_path: Path
     assert [pair["baseline"] for pair in measured(tmp_path)["comparisons"]] == ["PyTorch"]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_speedup_gate_fails_without_a_plain_export(call: Caller, tmp_path: Path) -> None:
     error = message(call("run", only_with_a_rule(tmp_path, "gate.min_speedup = 0.5")), 6)
     assert "min_speedup: onnx has no baseline, because the plain export failed: aten.special_bessel_j1" in error

@@ -255,7 +255,7 @@ def test_saved_config_of_a_mistake_is_removed_so_that_the_corrected_command_work
     assert Path("a.toml").is_file()
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_saved_config_in_another_folder_keeps_the_store_and_needs_its_module() -> None:
     Path("sub").mkdir()
     refused = call("export", *HALVES, "--save-config", "sub/a.toml")

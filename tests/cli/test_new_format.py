@@ -110,7 +110,7 @@ def test_format_of_an_installed_package_works_in_every_command(tmp_path: Path) -
     assert "the format 'plain' is not installed here" in without.output
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_format_of_the_guide_keeps_the_laws(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     (code,) = [block for block in blocks if "class LinearFormat" in block]

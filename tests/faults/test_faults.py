@@ -50,7 +50,7 @@ def failing(error: ParityError) -> tuple[str, ...]:
 
 
 def faults() -> Iterator[object]:
-    """Yields all faults. Only the first quick fault of each mistake runs daily, the others nightly."""
+    """Yields all faults. Those that are slow or repeat a mistake are nightly; of the others, CI runs a sample."""
     mistakes: set[object] = set()
     for name, fault in FAULTS.items():
         again = fault.mistake in mistakes and fault.missed is None

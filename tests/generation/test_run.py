@@ -91,7 +91,7 @@ def test_each_part_has_its_own_mlflow_run_and_all_steps_are_counted(tmp_path: Pa
     assert all(any(key.startswith("parity") for key in run.data.metrics) for run in runs)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_failed_check_of_a_part_has_one_mlflow_run(tmp_path: Path) -> None:
     uri = store(tmp_path)
     tracking = f'uri = "{uri}"\nexperiment = "generation"'
@@ -152,7 +152,7 @@ def test_right_padded_prompts_become_left_padded() -> None:
     assert actual["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]]
 
 
-@pytest.mark.nightly
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_decoder_in_lower_precision_is_gated_on_its_tokens(family: str, tmp_path: Path) -> None:
     lowered = '[precision]\nonnx = "int4-blocks"\n[parity.metrics]\nargmax_agreement = 0.5\n'

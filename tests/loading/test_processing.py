@@ -126,7 +126,7 @@ def multi_label() -> nn.Module:
     return BertForSequenceClassification(BertConfig(**TINY, **moods))
 
 
-@pytest.mark.sample(0, 1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "make", "outputs", "options"),
     [

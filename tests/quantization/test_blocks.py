@@ -69,7 +69,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run(_write(tmp_path_factory.mktemp("int4"), "int4-blocks"))
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_all_weights_of_products_have_four_bits(result: Result) -> None:
     nodes = _bits(result.files["onnx"])
     assert sum(node["K"] * node["N"] for node in nodes) == _PRODUCT_WEIGHTS
@@ -98,7 +98,7 @@ def test_bundle_verifies_by_its_gates(result: Result) -> None:
     assert checker.passed
 
 
-@pytest.mark.sample(0, 1)
+@pytest.mark.sample(0, 2)
 @pytest.mark.parametrize("precision", BITS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_of_products_are_smaller_and_the_embedding_is_unchanged(
