@@ -55,14 +55,14 @@ class Remembering(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.memory = nn.Parameter(torch.zeros(4))
+        self.memory = nn.Parameter(torch.full((4,), 1000.0 if kind == "maximum above all inputs" else 0.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "before":
             y = x + self.memory
             self.memory.data = x.mean(0)
             return y
-        if self.kind == "maximum":
+        if self.kind.startswith("maximum"):
             self.memory.data = torch.maximum(self.memory.data, x.amax(0))
         elif self.kind == "position":
             self.memory.data[:2] = x[0, :2]
@@ -71,7 +71,7 @@ class Remembering(nn.Module):
         return torch.where(self.memory > 3, x, 2 * x) if self.kind == "counter" else x + self.memory
 
 
-@pytest.mark.parametrize("kind", ["before", "maximum", "position", "counter"])
+@pytest.mark.parametrize("kind", ["before", "maximum", "maximum above all inputs", "position", "counter"])
 def test_state_in_the_data_of_a_parameter_is_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"the outputs depend on what earlier calls wrote to memory"):
         quick(Remembering(kind).eval(), {"x": X}, tmp_path / "bundle", formats=["pt2"], dynamic=BATCH)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from optexport._utils.code_globals import find_cached_functions, find_variables, is_own
 
-_Container = dict[Any, Any] | list[Any] | deque[Any]
+_Container = dict[Any, Any] | list[Any] | deque[Any] | set[Any]
 
 
 def copy_shared_outputs(model: nn.Module, outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -31,7 +31,7 @@ class _SavedTensor:
     """A tensor of a model, and its value at the beginning."""
 
     path: str
-    container: _Container | MappingProxyType[str, Any]
+    container: _Container | tuple[Any, ...] | MappingProxyType[str, Any]
     key: Any
     tensor: torch.Tensor
     value: torch.Tensor | None  # None for a parameter, because a copy of all weights might not fit into memory
@@ -75,11 +75,12 @@ _MISSING = object()
 class State:
     """What a model keeps between calls, as it was at the beginning.
 
-    That is every tensor, number and other value in the attributes of its modules, also within dicts, lists and objects,
-    and in the global variables and class attributes that its code uses.
+    That is every tensor, number and other value in the attributes of its modules, also within dicts, lists, sets,
+    tuples and objects, and in the global variables and class attributes that its code uses.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         seen: set[int] = set()
         containers = list(iter_containers(model, seen))
         self._variables: list[_Variable] = []
@@ -90,7 +91,9 @@ class State:
             if type(variable.value) in _CONTAINERS or is_own(type(variable.value)):
                 containers += _walk(path, variable.value, seen, hops=1)
         self._cached_functions = [(function, function.cache_info()) for function in find_cached_functions(model)]
-        self._containers = [(path, container, container.copy()) for path, container in containers]
+        self._containers = [
+            (path, container, container.copy()) for path, container in containers if not isinstance(container, tuple)
+        ]
         # The buffers of a TorchScript program are in no dict of Python.
         scripts = [
             (path, dict(module._buffers.items()))
@@ -106,7 +109,7 @@ class State:
                 None if isinstance(value, nn.Parameter) or _has_no_data(value) else value.clone(),
                 _version(value),
             )
-            for path, container in [*((path, container) for path, container, _ in self._containers), *scripts]
+            for path, container in [*containers, *scripts]
             for key, value in _items(container)
             if isinstance(value, torch.Tensor)
         ]
@@ -118,7 +121,16 @@ class State:
 
     def written_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the tensors that the model wrote to or replaced so far, by path; parameters are among them."""
-        return {saved.path: saved.tensor for saved in self._tensors if saved.is_written}
+        present = {
+            _join(path, key): value
+            for path, container in iter_containers(self._model)
+            for key, value in _items(container)
+        }
+        return {
+            saved.path: saved.tensor
+            for saved in self._tensors
+            if saved.is_written or present.get(saved.path, saved.tensor) is not saved.tensor
+        }
 
     def changed_attributes(self) -> list[str]:
         """Returns the paths of other values that the model replaced, added or removed, and of lists that it changed."""
@@ -127,19 +139,23 @@ class State:
         variables = (variable.path for variable in self._variables if variable.current is not variable.value)
         return [path for path in dict.fromkeys(itertools.chain(changed, variables)) if path not in tensors]
 
-    def raise_numbers(self) -> Iterator[str]:
-        """Adds 10,000 to each Python number that the model changed, one at a time, and yields its path."""
+    def move_numbers(self) -> Iterator[str]:
+        """Moves each Python number that the model changed by 10,000 up and down, one at a time, and yields its path."""
         for path, container, saved in self._containers:
+            if isinstance(container, set):
+                continue
             for key, value in _items(container):
                 if type(value) in (int, float) and _find(saved, key) is not value:
-                    container[key] = value + 10_000
-                    yield _join(path, key)
+                    for offset in (10_000, -10_000):
+                        container[key] = value + offset
+                        yield _join(path, key)
                     container[key] = value
         for variable in self._variables:
             value = variable.current
             if type(value) in (int, float) and value is not variable.value:
-                variable.set(value + 10_000)
-                yield variable.path
+                for offset in (10_000, -10_000):
+                    variable.set(value + offset)
+                    yield variable.path
                 variable.set(value)
 
     def restore(self) -> None:
@@ -148,7 +164,7 @@ class State:
             if _holds_the_same(container, saved):
                 continue
             container.clear()
-            container.update(saved) if isinstance(container, dict) else container.extend(saved)
+            container.update(saved) if isinstance(container, dict | set) else container.extend(saved)
         for variable in self._variables:
             if variable.current is not variable.value:
                 variable.set(variable.value)
@@ -174,21 +190,23 @@ def restoring_state(model: nn.Module) -> Iterator[State]:
 _INTERNAL = ("_parameters", "_buffers", "_modules")
 # Hooks are no state, and most of the dicts of a module.
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
-_CONTAINERS = (dict, list, OrderedDict, defaultdict, deque)
+_CONTAINERS = (dict, list, OrderedDict, defaultdict, Counter, deque, set)
 _NO_STATE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.Tensor, fx.Graph, fx.Node)
 
 
-def iter_containers(model: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, _Container]]:
-    """Yields the dicts and lists that hold values of a model, with their paths.
+def iter_containers(
+    model: nn.Module, seen: set[int] | None = None
+) -> Iterator[tuple[str, _Container | tuple[Any, ...]]]:
+    """Yields the dicts, lists, sets and tuples that hold values of a model, with their paths.
 
     Args:
-        seen: Collects the identities of the containers.
+        seen: Collects the identities of the containers, except of tuples.
     """
     return _walk("", vars(model), set() if seen is None else seen, hops=2)
 
 
-def _walk(path: str, value: Any, seen: set[int], hops: int) -> Iterator[tuple[str, _Container]]:
-    """Yields the dicts and lists that hold values of a module, with their paths.
+def _walk(path: str, value: Any, seen: set[int], hops: int) -> Iterator[tuple[str, _Container | tuple[Any, ...]]]:
+    """Yields the dicts, lists, sets and tuples that hold values of a module, with their paths.
 
     Args:
         path: Path of the value, such as ``encoder.layers.0``.
@@ -200,6 +218,7 @@ def _walk(path: str, value: Any, seen: set[int], hops: int) -> Iterator[tuple[st
         hops -= not isinstance(value, nn.Module)
         value = vars(value)
     if isinstance(value, tuple):
+        yield path, value
         for index, item in enumerate(value):
             yield from _walk(_join(path, index), item, seen, hops)
     if type(value) not in _CONTAINERS or id(value) in seen:
@@ -215,33 +234,40 @@ def _join(path: str, key: Any) -> str:
     return path if key in _INTERNAL else f"{path}.{key}".removeprefix(".")
 
 
-def _items(container: _Container) -> list[tuple[Any, Any]]:
+def _items(container: _Container | tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """Returns the keys and values of a container; a set has no keys."""
+    if isinstance(container, set):
+        return []
     return list(container.items() if isinstance(container, dict) else enumerate(container))
 
 
-def _find(container: _Container | MappingProxyType[str, Any], key: Any) -> Any:
-    """Returns a value of a container, or None."""
+def _find(container: _Container | tuple[Any, ...] | MappingProxyType[str, Any], key: Any) -> Any:
+    """Returns a value of a container, or `_MISSING`."""
     if isinstance(container, dict | MappingProxyType):
-        return container.get(key)
-    return container[key] if key < len(container) else None
+        return container.get(key, _MISSING)
+    return _MISSING if isinstance(container, set) or key >= len(container) else container[key]
 
 
 def _changed_paths(path: str, container: _Container, saved: _Container) -> list[str]:
-    """Returns the paths of the items that differ, or of the container if the length of a list or an order does."""
+    """Returns the paths of the items that differ; that of a set, of a longer or shorter list, or of another order."""
     keys = dict.fromkeys(key for key, _ in (*_items(container), *_items(saved)))
     changed = [_join(path, key) for key in keys if _find(container, key) is not _find(saved, key)]
     if changed and not isinstance(container, dict) and len(container) != len(saved):
         return [path]
-    if not changed and path and not _holds_the_same(container, saved):  # a dict in another order
+    if not changed and path and not _holds_the_same(container, saved):  # a set, or a dict in another order
         return [path]
     return changed
 
 
 def _holds_the_same(container: _Container, saved: _Container) -> bool:
     """Returns True if two containers have the same objects in the same order, dicts under the same keys."""
+    if isinstance(container, set):
+        return container == saved
+    if len(container) != len(saved) or not all(map(operator.is_, container, saved)):  # for dicts, these are the keys
+        return False
     if isinstance(container, dict) and isinstance(saved, dict):
-        return container.keys() == saved.keys() and all(map(operator.is_, container.values(), saved.values()))
-    return len(container) == len(saved) and all(map(operator.is_, container, saved))
+        return all(map(operator.is_, container.values(), saved.values()))
+    return True
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -6,7 +6,7 @@ import hashlib
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -90,6 +90,8 @@ class _Pickler(pickle.Pickler):
             raise _UnknownError
         if isinstance(value, type | FunctionType) and not is_installed(value.__module__):
             raise _UnknownError
+        if isinstance(value, MethodType) and not _is_of_class(value):
+            raise _UnknownError
         if isinstance(value, set | frozenset):  # the order of texts in a set differs between processes
             return type(value).__name__, sorted(map(_leaf, value))
         return self._of_tensor(value) if isinstance(value, torch.Tensor) else None
@@ -116,6 +118,13 @@ def of_graph(graph_module: fx.GraphModule) -> str | None:
     except _UnknownError:
         return None
     return digest.hexdigest()
+
+
+def _is_of_class(method: MethodType) -> bool:
+    """Returns True if a class has a method; pickle would only name one that was set on an object."""
+    owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
+    own = getattr(owner, method.__name__, None)
+    return getattr(own, "__func__", own) is method.__func__
 
 
 class _UnknownError(Exception):

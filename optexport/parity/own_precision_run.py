@@ -233,24 +233,24 @@ def _check_second_call(run: Call, model: nn.Module, batch: Batch, outputs: Outpu
         with restoring_state(model) as second_state:
             _check_unaffected(run, model, batch, outputs, changed)
             written = second_state.written_tensors()
-            for path in second_state.raise_numbers():  # a counter may have a threshold
+            for path in second_state.move_numbers():  # a counter may have a threshold
                 with restoring_state(model):
                     _check_unaffected(run, model, batch, outputs, [path])
         _check_written_tensors(run, model, batch, outputs, written)
 
 
 def _other_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy with other values, still valid as ids and positions: floats are halved, others rolled."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor / 2
-    return tensor.roll(1, 0) if tensor.dim() else tensor.clone()
+    """Returns a copy with other values, still valid as ids and positions: items change places, floats are halved."""
+    axis = next((axis for axis, size in enumerate(tensor.shape) if size > 1), None)
+    moved = tensor.clone() if axis is None else tensor.roll(1, axis)
+    return moved / 2 if tensor.is_floating_point() or tensor.is_complex() else moved
 
 
 def _opposite_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy with values that differ from those of `_other_values`, and are larger."""
+    """Returns a copy with values that differ from those of `_other_values`, and are larger than a maximum so far."""
     if tensor.is_floating_point() or tensor.is_complex():
-        return tensor * -3
-    return tensor.roll(1, -1) if tensor.dim() else tensor.clone()
+        return tensor * -1e6
+    return tensor.flip(-1) if tensor.dim() else tensor.clone()
 
 
 def _check_unaffected(run: Call, model: nn.Module, batch: Batch, outputs: Outputs, changed: Sequence[str]) -> None:
@@ -282,12 +282,13 @@ def _state_error(model: nn.Module, path: str, difference: str) -> TraceError:
 
 
 def _changed(buffer: torch.Tensor, value: float) -> torch.Tensor:
-    """Returns a buffer full of a value; whole numbers move by 1, by -1 or by the value, and booleans flip."""
+    """Returns a buffer full of a value; whole numbers move by 1 or by the value, and booleans flip."""
     if buffer.is_floating_point() or buffer.is_complex():
         return torch.full_like(buffer, value)
     if buffer.dtype == torch.bool:
         return ~buffer
-    return buffer + (1 if math.isnan(value) else int(min(max(value, -1), torch.iinfo(buffer.dtype).max // 2)))
+    limits = torch.iinfo(buffer.dtype)
+    return buffer + (1 if math.isnan(value) else int(min(max(value, limits.min // 2), limits.max // 2)))
 
 
 def _find_difference(first: Outputs, second: Outputs) -> str | None:

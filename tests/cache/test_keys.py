@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
@@ -202,6 +203,13 @@ def test_digest_of_a_set_is_the_same_in_every_process() -> None:
     assert digests != {"None\n"}
 
 
+def _linear_with_its_own_forward() -> nn.Module:
+    """Returns a layer whose pickle names its forward, and does not contain it."""
+    layer = nn.Linear(2, 2)
+    layer.forward = MethodType(lambda self, x: x, layer)  # type: ignore[method-assign]
+    return layer
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -211,6 +219,7 @@ def test_digest_of_a_set_is_the_same_in_every_process() -> None:
         pytest.param(nn.TransformerEncoderLayer(4, 1, activation=function_of_a_file), id="function of a file"),
         pytest.param(functools.partial(function_of_a_file), id="partial"),
         pytest.param(fx.symbolic_trace(nn.Linear(2, 2)), id="graph"),
+        pytest.param(_linear_with_its_own_forward(), id="method of an object"),
         pytest.param({torch.ones(2)}, id="set of tensors"),
     ],
 )
