@@ -55,7 +55,7 @@ def test_node_in_an_onnx_file_is_named_in_both_graphs(
     assert len((folder / "reproduce.py").read_text().splitlines()) < 33
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_reproduction_from_an_onnx_file_fails_in_a_new_process(tmp_path: Path) -> None:
     failing_file(tmp_path / "block", "onnx", weight_of("norm.bias", lambda bias: 2 * bias))
     folder = tmp_path / "block-failure"

@@ -69,7 +69,7 @@ def test_the_filters_are_those_of_transformers(settings: dict[str, Any]) -> None
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.sample(0, 4)
+@pytest.mark.sample(0, 2)
 @pytest.mark.parametrize("settings", _SETTINGS, ids=str)
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_files_draw_the_tokens_of_generate(family: str, settings: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ def _calls(rules: Sequence[NamedRule], nodes: int) -> int:
     return sum(entry.callcount for entry in profile.getstats())
 
 
-@pytest.mark.sample(0, 1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in registry.RULES if name not in OTHERS])
 def test_cost_does_not_depend_on_the_length_of_the_graph(name: str) -> None:
     rules = [NamedRule(name, {}, registry.load(name, {}, Path(), name), in_python=True)]

@@ -55,7 +55,7 @@ def _causal(x: torch.Tensor) -> torch.Tensor:
     return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 4)
 @pytest.mark.parametrize(
     ("scores", "scale"),
     [
@@ -108,7 +108,7 @@ def test_three_axes_by_bmm() -> None:
     check_applied(FuseAttention(), _graph(body), X)
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 3)
 @pytest.mark.parametrize(
     "mask",
     [
@@ -203,7 +203,7 @@ def test_row_fill_that_is_too_weak_is_skipped() -> None:
     check_refused(FuseAttention(), weak, X, "may hide a whole row by -1.0")
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 4)
 @pytest.mark.parametrize(
     ("scores", "reason"),
     [

@@ -228,7 +228,7 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
     return Race(tmp_path_factory.mktemp("race"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_lowered_files_race(race: Race) -> None:
     for name in ("onnx", "torchscript"):
         assert len(race.files[name]) >= 3
@@ -247,14 +247,14 @@ def _tensor_dtypes(path: Path) -> set[torch.dtype]:
     return {tensor.dtype for tensor in (*module.parameters(), *constants)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_delivered_files_raced(race: Race) -> None:
     for outcome in race.result.tuned:
         raced = race.files[outcome.format][outcome.chosen.change]
         assert raced.read_bytes() == race.result.files[outcome.format].read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_with_the_choice_delivers_the_same_files(
     race: Race, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

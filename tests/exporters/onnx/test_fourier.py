@@ -36,7 +36,7 @@ def _back(m: nn.Module, x: torch.Tensor) -> Any:
     return same, fft.irfft(y), fft.irfft(y, n=7, dim=1), fft.irfft2(y), fft.hfft(y), fft.ihfft(x).abs()
 
 
-@pytest.mark.sample(0, 1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("transforms", [_complex, _half, _back])
 def test_transforms_of_any_length_are_as_exact_as_products(transforms: Any, tmp_path: Path) -> None:
     dynamic = {"x": {0: "batch", 1: "rows", 2: "columns"}}
