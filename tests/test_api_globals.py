@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -75,6 +76,21 @@ def test_state_outside_the_model_is_refused_by_name(cls: type[nn.Module], name: 
     with pytest.raises(TraceError, match=rf"the outputs depend on what earlier calls wrote to {name} "):
         quick(cls().eval(), {"x": X}, tmp_path / "bundle", formats=["pt2"], dynamic=BATCH)
     assert (_LAST, _CONTEXT.last, AddsLastOfClass.last, _CALLS) == (None, None, None, 0)
+
+
+def test_state_in_another_file_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "call_counter.py").write_text(
+        "CALLS = 0\n\ndef step():\n    global CALLS\n    CALLS += 1\n    return CALLS\n"
+    )
+    (tmp_path / "counted_model.py").write_text(
+        "import call_counter\nfrom torch import nn\n\nclass Counted(nn.Module):\n"
+        "    def forward(self, x):\n        return x if call_counter.step() < 500 else 2 * x\n"
+    )
+    model = importlib.import_module("counted_model").Counted().eval()
+    with pytest.raises(TraceError, match="the outputs depend on what earlier calls wrote to CALLS "):
+        quick(model, {"x": X}, tmp_path / "bundle", formats=["pt2"], dynamic=BATCH)
+    assert importlib.import_module("call_counter").CALLS == 0
 
 
 class FillsOnce(nn.Module):

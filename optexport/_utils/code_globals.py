@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -31,7 +31,10 @@ def find_cached_functions(model: nn.Module) -> list[Any]:
 
 def is_own(cls: type | FunctionType) -> bool:
     """Returns True for a class or function outside installed packages."""
-    module = cls.__module__ or "builtins"
+    return _is_own_file(cls.__module__ or "builtins")
+
+
+def _is_own_file(module: str) -> bool:
     if module != "__main__" and module.partition(".")[0] in (*_LIBRARIES, *sys.stdlib_module_names):
         return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""
@@ -51,14 +54,24 @@ def _find_variables(cls: type) -> tuple[tuple[Any, str], ...]:
         seen.add(id(item))
         owner = item if isinstance(item, type) else sys.modules.get(item.__module__)
         names = list(vars(item)) if isinstance(item, type) else list(dict.fromkeys(_list_names(item.__code__)))
-        for name in names:
-            value = vars(owner).get(name) if owner else None
+        if owner is None:
+            continue
+        for place, name in [*((owner, name) for name in names), *_list_names_in_files(owner, names)]:
+            value = vars(place).get(name)
             function = _unwrap(value)
             if isinstance(function, FunctionType | type):
                 pending.append(function)
-            if owner and not name.startswith("__") and not isinstance(value, FunctionType | type | ModuleType):
-                variables.append((owner, name))
+            if not name.startswith("__") and not isinstance(value, FunctionType | type | ModuleType):
+                variables.append((place, name))
     return tuple(variables)
+
+
+def _list_names_in_files(owner: type | ModuleType, names: Sequence[str]) -> Iterator[tuple[ModuleType, str]]:
+    """Yields what the code may use as ``file.name``, for each file outside installed packages that it names."""
+    values = (vars(owner).get(name) for name in names)
+    for file in values:
+        if isinstance(file, ModuleType) and _is_own_file(file.__name__):
+            yield from ((file, name) for name in names if name in vars(file))
 
 
 def _list_names(code: CodeType) -> Iterator[str]:
