@@ -344,14 +344,16 @@ class Masking(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.encoder(x, src_key_padding_mask=mask == 0)  # type: ignore[no-any-return]
+        hidden = mask if mask.dtype is torch.bool else mask == 0
+        return self.encoder(x, src_key_padding_mask=hidden)  # type: ignore[no-any-return]
 
 
+# The second hides nothing, so that only another case shows the padding.
 @pytest.mark.slow
+@pytest.mark.parametrize("mask", [torch.tensor([[1] * 5, [1, 1, 1, 0, 0]]), torch.zeros(2, 5, dtype=torch.bool)])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_encoder_with_zero_padding_outside_a_trace_gets_a_hint(tmp_path: Path) -> None:
-    inputs = {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), "mask": torch.ones(2, 5).long()}
-    inputs["mask"][1, 3:] = 0
+def test_encoder_with_zero_padding_outside_a_trace_gets_a_hint(mask: torch.Tensor, tmp_path: Path) -> None:
+    inputs = {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), "mask": mask}
     with pytest.raises(ParityError, match=r"Build the torch.nn.TransformerEncoder with enable_nested_tensor=False"):
         export(randomise(Masking(nested=True)).eval(), inputs, tmp_path / "nested", formats=["pt2"])
     assert export(randomise(Masking(nested=False)).eval(), inputs, tmp_path / "plain", formats=["pt2"]).passed

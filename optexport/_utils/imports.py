@@ -5,19 +5,30 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from optexport.errors import ConfigError, did_you_mean
 
-# The modules that were imported from a config's folder, and that folder.
-_folders: dict[str, Path] = {}
+
+@dataclass(frozen=True)
+class _Imported:
+    """A module that was imported from a config's folder, as its file was then."""
+
+    folder: Path
+    file: str
+    stamp: tuple[int, int] | None
+
+
+_imported: dict[str, _Imported] = {}
 
 
 def import_from(import_path: str, folder: Path, location: str, is_candidate: Callable[[Any], bool] = callable) -> Any:
-    """Imports ``module:name``, first from the folder of the config.
+    """Imports ``module:name``, first from the folder of the config, and again if a file there was changed.
 
     Args:
         import_path: ``module:name``.
@@ -29,14 +40,9 @@ def import_from(import_path: str, folder: Path, location: str, is_candidate: Cal
         ConfigError: The module does not exist, fails to import, or has no such name.
     """
     module_name, _, name = import_path.partition(":")
-    top, resolved = module_name.partition(".")[0], folder.resolve()
-    if _folders.get(top, resolved) != resolved:  # a module of this name was imported from the folder of another config
-        del _folders[top]
-        for loaded in [loaded for loaded in sys.modules if loaded == top or loaded.startswith(f"{top}.")]:
-            del sys.modules[loaded]
-    if top not in sys.modules and ((resolved / f"{top}.py").is_file() or (resolved / top).is_dir()):
-        _folders[top] = resolved
+    _drop_outdated(folder)
     importlib.invalidate_caches()
+    before = set(sys.modules)
     try:
         with importing_beside(folder):
             module = importlib.import_module(module_name)
@@ -46,10 +52,59 @@ def import_from(import_path: str, folder: Path, location: str, is_candidate: Cal
             location=location,
             hint=_import_hint(module_name, error),
         ) from error
+    finally:
+        for new in sys.modules.keys() - before:
+            file = _own_file(new)
+            if file is not None and _is_in(file, folder):
+                _imported[new] = _Imported(folder.resolve(), file, _stamp(file))
     if not hasattr(module, name):
         candidates = [n for n, value in vars(module).items() if not n.startswith("_") and is_candidate(value)]
         raise ConfigError(f"{module_name} has no {name}", location=location, hint=did_you_mean(name, candidates))
     return getattr(module, name)
+
+
+def _drop_outdated(folder: Path) -> None:
+    """Forgets loaded modules that are not what code in a config's folder would import now.
+
+    These are modules from the folder of another config, modules from elsewhere whose name a file of this folder has,
+    and all modules from this folder if one of their files was changed.
+    """
+    resolved = folder.resolve()
+    is_changed = any(
+        module.folder == resolved and name in sys.modules and _stamp(module.file) != module.stamp
+        for name, module in _imported.items()
+    )
+    for name in list(sys.modules):
+        module = _imported.get(name)
+        if module is not None and (is_changed or module.folder != resolved):
+            del _imported[name], sys.modules[name]
+            continue
+        top = name.partition(".")[0]
+        if (resolved / f"{top}.py").is_file() or (resolved / top / "__init__.py").is_file():
+            file = _own_file(name)
+            if file is not None and not _is_in(file, folder):
+                del sys.modules[name]
+
+
+def _own_file(name: str) -> str | None:
+    """Returns the file of a loaded module; None if it is part of Python, of optexport or of an installed package."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None or name.partition(".")[0] in ("__main__", "optexport", *sys.stdlib_module_names):
+        return None
+    return None if {"site-packages", "dist-packages"}.intersection(Path(file).parts) else os.path.abspath(file)
+
+
+def _is_in(file: str, folder: Path) -> bool:
+    return Path(file).is_relative_to(folder.absolute()) or Path(os.path.realpath(file)).is_relative_to(folder.resolve())
+
+
+def _stamp(file: str) -> tuple[int, int] | None:
+    """Returns size and time of a file, which an edit changes."""
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 @contextlib.contextmanager

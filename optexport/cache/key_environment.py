@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,21 @@ import torch
 
 from optexport._utils.packages import versions
 from optexport._utils.platform import machine, usable_cores
+
+# Variables with which libraries choose how to compute.
+_PREFIXES = (
+    "ONEDNN_",
+    "DNNL_",
+    "MKL_",
+    "OPENBLAS_",
+    "ORT_",
+    "OV_",
+    "TORCH_",
+    "PYTORCH_",
+    "NVIDIA_",
+    "CUDA_",
+    "CUBLAS_",
+)
 
 
 def environment() -> dict[str, Any]:
@@ -28,4 +44,11 @@ def _process_fields() -> dict[str, Any]:
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # during development the version does not change
         code.update(path.read_bytes())
     instructions = torch.backends.cpu.get_cpu_capability()
-    return {**versions(), **machine(), "instructions": instructions, "code": code.hexdigest()}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+    return {
+        **versions(),
+        **machine(),
+        "instructions": instructions,
+        "variables": variables,
+        "code": code.hexdigest(),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -174,7 +175,8 @@ def _cache_entry(
         file_format,
         registry.versions([file_format]),
         [[rule.name, rule.options, rule.formats, rule.min_matches] for rule in job.rules],
-        {module: code_of(module) for module in plugins | metrics},
+        # Code without a file, such as a cell of a notebook, has another key in every run.
+        {module: code_of(module) or secrets.token_hex() for module in plugins | metrics},
         job.config.export.passes.get(file_format, []),
         job.config.export.opset,
         job.config.export.onnx.providers,

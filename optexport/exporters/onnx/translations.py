@@ -63,6 +63,23 @@ def _atan2(y: Any, x: Any) -> Any:
     return op.Where(is_left, op.Where(is_below, op.Sub(angle, pi), op.Add(angle, pi)), angle)
 
 
+def _log(base: float) -> Callable[[Any], Any]:
+    """Returns the translation of a logarithm to a base.
+
+    ``torch.onnx`` divides by a logarithm in float32, so ``floor(log2(n))`` of a size is too small at powers of two.
+    In float64, in which sizes are computed, powers of the base have exact logarithms, as in torch.
+    """
+
+    def translated(x: Any) -> Any:
+        result = op.Div(op.Log(x), _constant(math.log(base), x.dtype))
+        if x.dtype != onnx_ir.DataType.DOUBLE:
+            return result
+        whole = op.Round(result)
+        return op.Where(op.Equal(op.Pow(_constant(base, x.dtype), whole), x), whole, result)
+
+    return translated
+
+
 def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """Gathers the elements of a diagonal.
 
@@ -89,4 +106,6 @@ TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
     aten.fill.Scalar: keep_float64(core.aten_fill),
     aten.atan2.default: _atan2,
     aten.diagonal.default: _diagonal,
+    aten.log2.default: _log(2.0),
+    aten.log10.default: _log(10.0),
 }

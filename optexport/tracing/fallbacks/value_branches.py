@@ -8,6 +8,7 @@ results of the other ways; `optexport.tracing.fallbacks.branch_merging` moves th
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 import os
@@ -314,13 +315,23 @@ def _find_branch_line(frame: FrameType | None) -> str | None:
     return None if frame is None else describe_frame(frame)
 
 
+_RAISING = (dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"])
+
+
 def _is_raised_by_model(error: Exception) -> bool:
-    """Returns True for an error that the model's code raises by itself, also with ``torch._assert``."""
+    """Returns True for an error of ``raise``, ``assert`` or ``torch._assert`` in the model's code.
+
+    Other errors may happen in a trace only, such as that of ``f"{v:.1f}"`` with a symbolic number.
+    """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    name = traceback.tb_frame.f_code.co_filename if traceback is not None else ""
-    return is_user_code(name) or name == torch.__file__
+    if traceback is None:
+        return False
+    code = traceback.tb_frame.f_code
+    if code.co_filename == torch.__file__:
+        return code.co_name == torch._assert.__name__
+    return is_user_code(code.co_filename) and code.co_code[traceback.tb_lasti] in _RAISING
 
 
 def _sort_like(template: Any, outputs: Any) -> Any:

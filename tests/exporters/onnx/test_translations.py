@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,17 @@ def test_atan2_is_right_for_signed_zeros_and_infinities(tmp_path: Path) -> None:
     numbers = torch.tensor([-torch.inf, -2, -1, -0.0, 0, 1, 2, torch.inf])
     points = torch.cartesian_prod(numbers, numbers).T
     files.assert_onnx(model, example, {"x": {1: "points"}}, tmp_path, {"x": points[:, points.isfinite().any(0)]})
+
+
+def test_logarithms_of_sizes_are_exact_at_powers(tmp_path: Path) -> None:
+    """The file had 2 for log2(8), and 2 for log10(1000)."""
+
+    def scaled(m: nn.Module, x: torch.Tensor) -> Any:
+        return x * math.floor(math.log2(x.shape[1])), x * math.floor(math.log10(x.shape[1])), x.abs().double().log10()
+
+    sizes = (1, 2, 3, 8, 64, 100, 1000)
+    batches = [{"x": torch.randn(2, size)} for size in sizes]
+    files.assert_onnx(Program(scaled), {"x": torch.randn(2, 10)}, {"x": {1: "time"}}, tmp_path, *batches)
 
 
 def _diagonals(m: nn.Module, x: torch.Tensor) -> Any:

@@ -187,6 +187,13 @@ def test_boolean_inputs_are_tried_and_masks_are_never_all_true() -> None:
         assert all(torch.equal(batch[second], example[second]) for second in batch if second not in name)
 
 
+def test_mask_without_true_gets_padding_at_the_end() -> None:
+    example = {"padding_mask": torch.zeros(3, 5, dtype=torch.bool)}
+    batches = {case.name: case.batch for case in special_cases(example, {}, "standard", 0)}
+    padded = [False, False, False, True, True]
+    assert batches["padding_mask true at the end"]["padding_mask"].tolist() == [padded, [False] * 5, padded]
+
+
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_a_single_boolean_is_negated(effort: Effort) -> None:
     for value in (True, False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -186,6 +187,20 @@ def repeats(m: Branching, x: torch.Tensor) -> object:
 
 def changes_the_dtype(m: Branching, x: torch.Tensor) -> object:
     return m.first(x).half() if x.max() > 3 else m.first(x)
+
+
+def logs_its_peak(m: Branching, x: torch.Tensor) -> object:
+    peak = x.abs().max().item()
+    if peak > 1000:
+        logging.getLogger(__name__).debug(f"peak {peak:.1f}")
+        x = x / peak
+    return m.first(x)
+
+
+def test_way_that_fails_only_in_a_trace_is_not_a_check() -> None:
+    """The way was left out, and the files were wrong for large values."""
+    with pytest.raises(TraceError):
+        _trace(logs_its_peak)
 
 
 @pytest.mark.sample(1)
