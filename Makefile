@@ -32,7 +32,7 @@ ZOO_STAMP := $(VENV)/.stamp-zoo
 
 help:
 	@echo 'make run [CONFIG=examples/minilm.toml]   install into $(VENV), then run a config'
-	@echo 'make test [ARGS="-k merge -x"]           install, then run the fast tests (5 minutes)'
+	@echo 'make test [ARGS="-k merge -x"]           install, then run the fast tests (5 to 15 minutes)'
 	@echo 'make test-all [ARGS=...]                 install, then run both tiers of the tests'
 	@echo 'make coverage                            run the tests and write htmlcov/'
 	@echo 'make docs                                install, then build the site of docs/ into build/site'
