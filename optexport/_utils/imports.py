@@ -74,13 +74,13 @@ def _drop_outdated(folder: Path) -> None:
         module.folder == resolved and name in sys.modules and _stamp(module.file) != module.stamp
         for name, module in _imported.items()
     )
+    tops = {name.partition(".")[0] for name in sys.modules}
+    present = {top for top in tops if (resolved / f"{top}.py").is_file() or (resolved / top / "__init__.py").is_file()}
     for name in list(sys.modules):
         module = _imported.get(name)
         if module is not None and (is_changed or module.folder != resolved):
             del _imported[name], sys.modules[name]
-            continue
-        top = name.partition(".")[0]
-        if (resolved / f"{top}.py").is_file() or (resolved / top / "__init__.py").is_file():
+        elif name.partition(".")[0] in present:
             file = _own_file(name)
             if file is not None and not _is_in(file, folder):
                 del sys.modules[name]
@@ -88,10 +88,10 @@ def _drop_outdated(folder: Path) -> None:
 
 def _own_file(name: str) -> str | None:
     """Returns the file of a loaded module; None if it is part of Python, of optexport or of an installed package."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None or name.partition(".")[0] in ("__main__", "optexport", *sys.stdlib_module_names):
-        return None
-    return None if {"site-packages", "dist-packages"}.intersection(Path(file).parts) else os.path.abspath(file)
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    if not os.path.isabs(file) or name.partition(".")[0] in ("__main__", "optexport", *sys.stdlib_module_names):
+        return None  # torch.ops and some others have a made-up file without a folder
+    return None if {"site-packages", "dist-packages"}.intersection(Path(file).parts) else file
 
 
 def _is_in(file: str, folder: Path) -> bool:
