@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
 
 # transformers reads this on import.
@@ -21,11 +24,16 @@ from torch._export import utils
 
 from optexport.pipeline import gain
 from tests import sharing
-from tests.tiers import mark_samples
+from tests.tiers import mark_samples, start_elsewhere
 
 # A shell makes its background jobs ignore these signals, and the programs that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# CI has to end in time on any machine: tests that have not started by then are skipped. Each commit starts with another
+# file, so that all tests run sooner or later.
+_SECONDS = 60 * float(os.environ.get("TEST_MINUTES", "inf"))
+_STARTED = time.monotonic()
 
 torch.set_num_threads(1)
 # The files of a run are not timed; tests/pipeline/test_gain.py restores the limit.
@@ -52,6 +60,15 @@ utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
 @pytest.hookimpl(tryfirst=True)  # before pytest reads -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_samples(items)
+    if not math.isinf(_SECONDS):
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        start_elsewhere(items, git.stdout)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if time.monotonic() - _STARTED > _SECONDS:
+        pytest.skip("TEST_MINUTES are over")
 
 
 @pytest.fixture(autouse=True, scope="session")

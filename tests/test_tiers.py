@@ -51,3 +51,14 @@ def test_quick_profile_tries_fewer_examples_and_at_least_one(monkeypatch: pytest
     assert [tiers.examples(count) for count in (1, 8, 100, 600)] == [1, 5, 20, 120]
     monkeypatch.setattr(tiers, "settings", SimpleNamespace(default=SimpleNamespace(max_examples=100)))
     assert [tiers.examples(count) for count in (1, 8, 100, 600)] == [1, 8, 100, 600]
+
+
+def test_each_commit_starts_with_another_file() -> None:
+    def order(commit: str) -> str:
+        items: list[Any] = [SimpleNamespace(nodeid=f"{file}.py::test_{test}") for file in "abc" for test in "12"]
+        tiers.start_elsewhere(items, commit)
+        return "".join(item.nodeid[0] + item.nodeid[-1] for item in items)
+
+    assert order("") == order("00000003ffff") == "a1a2b1b2c1c2"
+    assert order("00000001ffff") == "b1b2c1c2a1a2"
+    assert order("00000005ffff") == "c1c2a1a2b1b2"
