@@ -12,7 +12,7 @@ from torch import nn
 
 from optexport import export
 from optexport.errors import TraceError
-from tests._helpers.exports import X
+from tests._helpers.exports import Counting, X
 
 
 class Cache(nn.Module):
@@ -135,20 +135,10 @@ class LastThree(nn.Module):
         return x + sum(self.peaks)
 
 
-class CountingInBuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.add_(1)
-        return x + self.calls
-
-
 class CountingInScript(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.part = torch.jit.script(CountingInBuffer())
+        self.part = torch.jit.script(Counting())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.part(x) * 2  # type: ignore[no-any-return]

@@ -15,24 +15,12 @@ from optexport import export
 from optexport.errors import OptexportError, TraceError
 from optexport.exporters import targets
 from optexport.transformations import KeepOutputs
-from tests._helpers.exports import BATCH, X, quick, run
+from tests._helpers.exports import BATCH, Counting, X, quick, run
 
 
 class Random(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.rand_like(x)
-
-
-class Counting(nn.Module):
-    """Returns another result in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.add_(1)
-        return x + self.calls
 
 
 class Unsteady(nn.Module):

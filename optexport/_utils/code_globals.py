@@ -56,7 +56,7 @@ def _find_variables(cls: type) -> tuple[tuple[Any, str], ...]:
         names = list(vars(item)) if isinstance(item, type) else list(dict.fromkeys(_list_names(item.__code__)))
         if owner is None:
             continue
-        for place, name in [*((owner, name) for name in names), *_list_names_in_files(owner, names)]:
+        for place, name in [*((owner, name) for name in names), *_find_in_own_files(owner, names)]:
             value = vars(place).get(name)
             function = _unwrap(value)
             if isinstance(function, FunctionType | type):
@@ -66,7 +66,7 @@ def _find_variables(cls: type) -> tuple[tuple[Any, str], ...]:
     return tuple(variables)
 
 
-def _list_names_in_files(owner: type | ModuleType, names: Sequence[str]) -> Iterator[tuple[ModuleType, str]]:
+def _find_in_own_files(owner: type | ModuleType, names: Sequence[str]) -> Iterator[tuple[ModuleType, str]]:
     """Yields what the code may use as ``file.name``, for each file outside installed packages that it names."""
     values = (vars(owner).get(name) for name in names)
     for file in values:

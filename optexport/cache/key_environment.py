@@ -1,4 +1,4 @@
-"""Environment fields that are part of every cache key: code, versions, threads, processor."""
+"""Environment fields that are part of every cache key: code, versions, threads, processor, variables."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def environment() -> dict[str, Any]:
         **_process_fields(),
         "threads": torch.get_num_threads(),
         "cores": usable_cores(),
+        "variables": {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)},
     }
 
 
@@ -44,11 +45,4 @@ def _process_fields() -> dict[str, Any]:
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # during development the version does not change
         code.update(path.read_bytes())
     instructions = torch.backends.cpu.get_cpu_capability()
-    variables = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
-    return {
-        **versions(),
-        **machine(),
-        "instructions": instructions,
-        "variables": variables,
-        "code": code.hexdigest(),
-    }
+    return {**versions(), **machine(), "instructions": instructions, "code": code.hexdigest()}

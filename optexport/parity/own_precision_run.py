@@ -145,7 +145,7 @@ def _drop_constant_parameters(
     """
     before = {path: tensor.clone() for path, tensor in written.items() if isinstance(tensor, nn.Parameter)}
     constant = set[str]()
-    for change in (_other_values, _opposite_values) if before else ():
+    for change in (_other_values, _large_values, _large_negative_values) if before else ():
         other = {name: change(tensor) for name, tensor in batch.items()}
         is_same = all(torch.equal(tensor, other[name]) for name, tensor in batch.items())
         if is_same or not _accepts(run, model, other):
@@ -246,11 +246,17 @@ def _other_values(tensor: torch.Tensor) -> torch.Tensor:
     return moved / 2 if tensor.is_floating_point() or tensor.is_complex() else moved
 
 
-def _opposite_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy with values that differ from those of `_other_values`, and are larger than a maximum so far."""
+def _large_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with values that exceed a maximum so far; whole numbers stand in the opposite order."""
     if tensor.is_floating_point() or tensor.is_complex():
-        return tensor * -1e6
+        return tensor * 1e6
     return tensor.flip(-1) if tensor.dim() else tensor.clone()
+
+
+def _large_negative_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with values that fall below a minimum so far, as `_large_values`."""
+    large = _large_values(tensor)
+    return -large if tensor.is_floating_point() or tensor.is_complex() else large
 
 
 def _check_unaffected(run: Call, model: nn.Module, batch: Batch, outputs: Outputs, changed: Sequence[str]) -> None:

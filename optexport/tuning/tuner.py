@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -139,8 +138,8 @@ def _run_search(search: Search, workloads: Sequence[Workload], end: float, remai
         tournament.change_workloads(workloads)
     builder = search.builder
     entry = _cache_entry(search.job, builder.traced, builder.checker, tournament.workloads, search.format)
-    outcome = search.run(trial_cache.read(entry), deadline)
-    if outcome.shapes:  # otherwise nothing was compared
+    outcome = search.run(trial_cache.read(entry) if entry else [], deadline)
+    if entry and outcome.shapes:  # without shapes, nothing was compared
         trial_cache.write(entry, outcome.chosen, outcome.trials)
     return outcome
 
@@ -162,11 +161,17 @@ def share(now: float, end: float, formats: int, needed: float) -> float:
 
 def _cache_entry(
     job: Job, traced: Traced, checker: ParityChecker, workloads: Sequence[Workload], file_format: Format
-) -> str:
-    """Returns the cache entry of a format's trials."""
+) -> str | None:
+    """Returns the cache entry of a format's trials.
+
+    It is None if a rule or metric has no file, as in a cell of a notebook, so that no key would notice another code.
+    """
     reference, gates = checker.reference, job.config.parity.metrics or ()
     plugins = {type(rule.transformation).__module__ for rule in job.rules if not is_built_in(rule.transformation)}
     metrics = {gate.removeprefix(CUSTOM_METRIC).partition(":")[0] for gate in gates if gate.startswith(CUSTOM_METRIC)}
+    code = {module: code_of(module) for module in plugins | metrics}
+    if not all(code.values()):
+        return None
     return store.entry_key(
         "tuning",
         make_model_key(traced.graph_module, job.loaded.model),
@@ -175,8 +180,7 @@ def _cache_entry(
         file_format,
         registry.versions([file_format]),
         [[rule.name, rule.options, rule.formats, rule.min_matches] for rule in job.rules],
-        # Code without a file, such as a cell of a notebook, has another key in every run.
-        {module: code_of(module) or secrets.token_hex() for module in plugins | metrics},
+        code,
         job.config.export.passes.get(file_format, []),
         job.config.export.opset,
         job.config.export.onnx.providers,

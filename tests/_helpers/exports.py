@@ -144,6 +144,18 @@ X = torch.linspace(-2, 2, 12).reshape(3, 4)
 BATCH = {"x": {0: "batch"}}
 
 
+class Counting(nn.Module):
+    """Returns another result in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return x + self.calls
+
+
 def quick(model: nn.Module, inputs: Any, output: Path, **options: Any) -> Result:
     """Exports to the format that is fastest to write."""
     return export(model.eval(), inputs, output, **{"formats": ["pt2"], "transformations": [], **options})

@@ -90,6 +90,13 @@ def test_entry_names_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "ORT_TENSORRT_FP16_ENABLE"])
+def test_entry_names_depend_on_variables_of_libraries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = store.entry_key("a")
+    monkeypatch.setenv(name, "BF16")
+    assert store.entry_key("a") != before
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("damage", [b"", b"not a tensor", b"[" * 100_000 + b"]" * 100_000, None])
 @pytest.mark.parametrize("file", [FILE, "entry.json"])

@@ -268,7 +268,7 @@ class _CacheJob:
             example=self.batches[0],
         )
 
-    def name(self) -> str:
+    def name(self) -> str | None:
         cases = [SimpleNamespace(name=str(index), batch=batch) for index, batch in enumerate(self.batches)]
         proof: Any = SimpleNamespace(reference=SimpleNamespace(cases=cases, outputs=[]), tolerances={})
         traced: Any = SimpleNamespace(graph_module=fx.symbolic_trace(self.norm))
@@ -299,6 +299,8 @@ def test_cache_depends_on_code_of_plugins_and_input_values(tmp_path: Path, monke
     job.job.config = job.job.config.model_copy(update={"export": export})
     names.append(job.name())
     assert len(set(names)) == 10
+    monkeypatch.delattr(sys.modules["rules_of_mine"], "__file__")
+    assert job.name() is None, "code of a notebook's cell"
 
 
 @pytest.mark.nightly

@@ -215,7 +215,7 @@ def _boolean_cases(example: Batch, name: str) -> list[Case]:
     variants = {"every second true": positions % 2 == 0}
     if "mask" not in name:
         variants["all true"] = torch.ones_like(tensor)
-    elif tensor.dim() and not tensor.any():  # True may mean padding; torch's encoder treats padding at the right apart
+    elif tensor.dim() and not tensor.any():  # True may mean padding, which torch's encoder skips at the end
         length = tensor.shape[-1]
         at_the_end = (torch.arange(length) >= (length + 1) // 2).expand(tensor.shape).clone()
         at_the_end[1::2] = False  # no padding in every second row

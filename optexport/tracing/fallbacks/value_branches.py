@@ -315,9 +315,6 @@ def _find_branch_line(frame: FrameType | None) -> str | None:
     return None if frame is None else describe_frame(frame)
 
 
-_RAISING = (dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"])
-
-
 def _is_raised_by_model(error: Exception) -> bool:
     """Returns True for an error of ``raise``, ``assert`` or ``torch._assert`` in the model's code.
 
@@ -331,7 +328,7 @@ def _is_raised_by_model(error: Exception) -> bool:
     code = traceback.tb_frame.f_code
     if code.co_filename == torch.__file__:
         return code.co_name == torch._assert.__name__
-    return is_user_code(code.co_filename) and code.co_code[traceback.tb_lasti] in _RAISING
+    return is_user_code(code.co_filename) and dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _sort_like(template: Any, outputs: Any) -> Any:

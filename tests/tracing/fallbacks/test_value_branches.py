@@ -199,7 +199,7 @@ def logs_its_peak(m: Branching, x: torch.Tensor) -> object:
 
 def test_way_that_fails_only_in_a_trace_is_not_a_check() -> None:
     """The way was left out, and the files were wrong for large values."""
-    with pytest.raises(TraceError):
+    with pytest.raises(TraceError, match=r"stopped at test_value_branches.py:\d+: .*peak:.1f.*unsupported format"):
         _trace(logs_its_peak)
 
 
